@@ -4,22 +4,18 @@
     python -m pytest -m gpu tests/gpu/test_gpu_cache_write.py
 """
 
-import importlib.util
-
 import pytest
 import torch
 
 from tests.support import gpu_engines as cases
-from tests.support.dummy_model import write_small_llama
 from tests.support.engine_steps import drive
-from tests.support.gpu_engines import GREEDY, Text, engines
-from tests.support.gpu_layer import BF16, DEVICE, FP16, ON_GPU
+from tests.support.gpu_engines import engines, extension, greedy
+from tests.support.gpu_layer import BF16, DEVICE, FP16, on_gpu_with
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.aot.compilation import load_cache_write
 from vllm_prefixshare.profiling.gpu_timing import capture
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-pytestmark = [*ON_GPU, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
+pytestmark = on_gpu_with("vllm")
 BLOCKS = 100
 
 
@@ -128,16 +124,14 @@ def test_no_memory_is_not_laid_on_triton():
 
 
 @pytest.mark.parametrize("runner", ["V2", "V1"])
-def test_the_graphs_of_an_engine_hold_it(runner, tmp_path):
-    model = write_small_llama(tmp_path / "model")
-    extension = "tests.support.gpu_engines.KernelNames"
-    prompts = Text(model).asking(300, [20, 9, 31])
-    spec = cases.ours(model, runner, worker_extension_cls=extension, **cases.QUICK)
-    with engines(spec) as (engine,):
-        engine.call(drive, prompts, {**GREEDY, "max_tokens": 4})
-        engine.call(cases.trace_kernels)
-        engine.call(drive, prompts, {**GREEDY, "max_tokens": 33})
-        launches = engine.call(cases.kernels_traced)
+def test_the_graphs_of_an_engine_hold_it(random_model, runner):
+    prompts = cases.Text(random_model).asking(300, [20, 9, 31])
+    options = {**cases.QUICK, **extension(cases.KernelNames)}
+    with engines(cases.ours(random_model, runner, **options)) as (engine,):
+        engine.call(drive, prompts, greedy(4))
+        engine.collective_rpc("trace_kernels")
+        engine.call(drive, prompts, greedy(33))
+        (launches,) = engine.collective_rpc("kernels_traced")
     ours = sum(n for name, n in launches.items() if "_cache_write" in name)
     theirs = sum(n for name, n in launches.items() if "reshape_and_cache" in name)
     print(f"{ours} launches of ours, {theirs} of vLLM's")

@@ -4,7 +4,6 @@ batches without requests, which are not decode steps.
     python -m pytest -m gpu tests/gpu/test_gpu_data_parallel.py
 """
 
-import importlib.util
 import os
 import time
 import urllib.request
@@ -14,28 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support import gpu_engines as cases
 from tests.support.dummy_model import write_small_mixtral
 from tests.support.engine import DEFAULT_ENVIRONMENT, RUNNERS, EngineProcess
 from tests.support.engine_steps import Completion
-from tests.support.gpu_engines import Text, engines
-from tests.support.gpu_layer import ON_GPU
+from tests.support.gpu_engines import DOCUMENT, PRIVATE, Text
+from tests.support.gpu_layer import GPUS, TWO_GPUS, missing, on_gpu_with
 
-NEEDED = [name for name in ("vllm", "openai") if importlib.util.find_spec(name) is None]
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
-pytestmark = [
-    *ON_GPU,
-    pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}"),
-    TWO_GPUS,
-]
-if not NEEDED:
+PACKAGES = ("vllm", "openai")
+pytestmark = [*on_gpu_with(*PACKAGES), TWO_GPUS]
+if not missing(*PACKAGES):
     from tests.support.serving import NAME, client_of, metrics, serving
     from vllm_prefixshare.vllm_plugin.observability.metrics import PREFIX
 
-DOCUMENT = 1200  # tokens
 #: vLLM's message when a rank begins to run batches without requests, at level DEBUG
 IDLE = "EngineCore starting idle loop"
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
@@ -128,12 +119,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_mixtral(tmp_path_factory.mktemp("mixtral"))
 
 
-@pytest.fixture(scope="module")
-def stock(model: Path) -> Iterator[EngineProcess]:
-    with engines(cases.stock(model, enforce_eager=True)) as (engine,):
-        yield engine
-
-
 @pytest.fixture(scope="module", params=list(CASES))
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
@@ -165,7 +150,7 @@ def assert_as_stock(answers: Sequence[Completion], stock: EngineProcess) -> None
 
 
 def questions(model: Path, count: int) -> list[list[int]]:
-    return Text(model).asking(DOCUMENT, [(50, 9, 31, 64, 17)[i % 5] for i in range(count)])
+    return Text(model).asking(DOCUMENT, PRIVATE[:count])
 
 
 def test_the_start_counts_no_step(server, note):

@@ -4,59 +4,49 @@ connectors, adapters, salts, hits inside a block, modes of CUDA graphs, quantise
     python -m pytest -m gpu tests/gpu/test_gpu_deployments.py
 """
 
-import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu.test_gpu_engine_extras import FP8, answers, assert_as_exact, llama
 from tests.gpu.test_gpu_engine_hybrid import OPTIONS as HYBRID
 from tests.support import gpu_engines as cases
-from tests.support.dummy_model import (
-    write_lora,
-    write_small_deepseek_v2,
-    write_small_llama,
-    write_small_qwen3_next,
-)
+from tests.support.dummy_model import write_lora, write_small_deepseek_v2, write_small_qwen3_next
 from tests.support.engine import RUNNERS, EngineProcess
 from tests.support.engine_steps import drive, salted
 from tests.support.gpu_engines import (
-    GREEDY,
+    DOCUMENT,
+    FP8,
+    PRIVATE,
+    QUICK_BF16,
     Text,
+    assert_as_exact,
     assert_as_stock,
     assert_same_texts,
     assert_shared,
+    drive_primed,
     engines,
+    greedy,
+    llama_128,
 )
-from tests.support.gpu_layer import HOPPER, ON_GPU
+from tests.support.gpu_layer import HOPPER, on_gpu_with
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-pytestmark = [*ON_GPU, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
+pytestmark = on_gpu_with("vllm")
 
-#: tokens of the document, and of each request alone
-DOCUMENT, PRIVATE = 1200, [50, 9, 31, 64, 17] * 3
 #: order of layers, blocks, heads, tokens (N) and channels in memory, from the outermost
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC")
-BF16: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16"}
+#: an fp8 KV cache in bfloat16, and a hybrid model
+OTHER_CACHES = [
+    pytest.param(llama_128, {**QUICK_BF16, **FP8}, id="fp8"),
+    pytest.param(write_small_qwen3_next, HYBRID, id="hybrid"),
+]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def text(model: Path) -> Text:
-    return Text(model)
-
-
-@pytest.fixture(scope="module")
-def stock(model: Path) -> Iterator[EngineProcess]:
-    with engines(cases.stock(model, enforce_eager=True)) as (engine,):
-        yield engine
+def model(random_model: Path) -> Path:
+    return random_model
 
 
 # ---- sleep ----
@@ -98,26 +88,22 @@ def sleeper(request: pytest.FixtureRequest, model: Path) -> Iterator[EngineProce
 @pytest.mark.parametrize(("level", "tags"), NAPS)
 def test_an_engine_wakes_up(sleeper, stock, model, text, level, tags):
     prompts = text.asking(DOCUMENT, PRIVATE)
-    before = answers(sleeper, prompts, 48)
+    before = drive_primed(sleeper, prompts, greedy(48))
     assert_shared(before)
     sleeper.call(nap, level, tags, model)
-    run = answers(sleeper, prompts, 48)
+    run = drive_primed(sleeper, prompts, greedy(48))
     assert_as_stock(run, stock)
     assert_shared(run, factor=2.0)
     assert run.stats["decode_steps"] >= 47
 
 
-@pytest.mark.parametrize(
-    ("write", "options"),
-    [(llama, {**BF16, **FP8}), (write_small_qwen3_next, HYBRID)],
-    ids=["fp8", "hybrid"],
-)
+@pytest.mark.parametrize(("write", "options"), OTHER_CACHES)
 def test_quantised_and_hybrid_caches_after_a_sleep(write, options, tmp_path, note):
     model = write(tmp_path / "model")
     ours = cases.ours(model, **options, enable_sleep_mode=True)
     with engines(cases.stock(model, **options), ours) as both:
         prompts = Text(model).asking(2300, PRIVATE)  # more than a block of a hybrid model
-        assert_shared(answers(both[1], prompts))
+        assert_shared(drive_primed(both[1], prompts, greedy(64)))
         for level, tags in NAPS[1::3]:
             both[1].call(nap, level, tags, model)
             assert_as_exact(both, prompts, note)
@@ -130,7 +116,7 @@ def test_quantised_and_hybrid_caches_after_a_sleep(write, options, tmp_path, not
 def test_layouts_of_the_kv_cache(model, stock, text, layout):
     ours = cases.ours(model, **cases.QUICK, env={"VLLM_KV_CACHE_LAYOUT": layout})
     with engines(ours) as (engine,):
-        run = answers(engine, text.asking(DOCUMENT, PRIVATE), 48)
+        run = drive_primed(engine, text.asking(DOCUMENT, PRIVATE), greedy(48))
     assert_as_stock(run, stock)
     assert_shared(run, factor=2.0)
 
@@ -138,12 +124,7 @@ def test_layouts_of_the_kv_cache(model, stock, text, layout):
 @pytest.mark.parametrize("layout", LAYOUTS[1:4])
 @pytest.mark.parametrize(
     ("write", "options"),
-    [
-        (llama, {**BF16, **FP8}),
-        (write_small_qwen3_next, HYBRID),
-        (write_small_deepseek_v2, BF16),
-    ],
-    ids=["fp8", "hybrid", "MLA"],
+    [*OTHER_CACHES, pytest.param(write_small_deepseek_v2, QUICK_BF16, id="MLA")],
 )
 def test_layouts_of_other_caches(write, options, layout, tmp_path, note):
     model = write(tmp_path / "model")
@@ -169,9 +150,9 @@ def test_requests_share_what_a_connector_loads(model, stock, text, name, runner,
         extra = {"cpu_bytes_to_use": 1 << 28}
     prompts = text.asking(DOCUMENT, PRIVATE)
     with engines(cases.ours(model, runner, **connector(name, **extra))) as (engine,):
-        engine.call(drive, prompts[:1], {**GREEDY, "max_tokens": 24})  # stores the document
-        assert engine.call(cases.reset_between)
-        run = engine.call(drive, prompts, {**GREEDY, "max_tokens": 48})
+        engine.call(drive, prompts[:1], greedy(24))  # stores the document
+        engine.reset_prefix_cache()
+        run = engine.call(drive, prompts, greedy(48))
         loaded = engine.call(cases.metric, "vllm:external_prefix_cache_hits")
     note(f"{name}, {runner}: {loaded} tokens loaded, {run.stats['share_factor']:.2f} times")
     assert loaded >= DOCUMENT - 2 * cases.BLOCK_SIZE
@@ -193,8 +174,8 @@ def test_several_adapters_in_a_batch(model, text, runner, tmp_path):
     with engines(cases.ours(model, runner, **options), cases.stock(model, **options)) as both:
         runs = []
         for engine in both:
-            engine.call(drive, [prompts[0]] * 3, {**GREEDY, "max_tokens": 1}, None, adapters)
-            runs.append(engine.call(drive, batch, {**GREEDY, "max_tokens": 40}, None, each))
+            engine.call(drive, [prompts[0]] * 3, greedy(1), None, adapters)
+            runs.append(engine.call(drive, batch, greedy(40), None, each))
     assert_same_texts(*runs)
     # three trees of ten requests
     assert_shared(runs[0], factor=1.5)
@@ -234,7 +215,7 @@ def test_hits_inside_a_block_of_a_hybrid_model(unit, tmp_path, note):
         document = size + size // 2
         prompts = Text(model).asking(document, PRIVATE)
         for engine in both:  # vLLM keeps the state where a prompt ends
-            engine.call(drive, [prompts[0][:document]], {**GREEDY, "max_tokens": 1})
+            engine.call(drive, [prompts[0][:document]], greedy(1))
         _, cached = both[1].call(salted, prompts, [None] * len(prompts), 8)
         note(f"blocks of {size}, unit {unit}: {sorted(set(cached))} tokens cached")
         assert_as_exact(both, prompts, note)
@@ -260,7 +241,7 @@ def test_modes_of_cuda_graphs_with_512_requests(model, stock, text, mode, runner
     }
     prompts = text.asking(DOCUMENT, [9 + i % 40 for i in range(512)])
     with engines(cases.ours(model, runner, **options)) as (engine,):
-        run = answers(engine, prompts, 24)
+        run = drive_primed(engine, prompts, greedy(24))
     assert len(run.completions) == 512
     assert all(len(c.token_ids) == 24 for c in run.completions)
     assert_shared(run, factor=8.0)
@@ -272,11 +253,9 @@ def test_modes_of_cuda_graphs_with_512_requests(model, stock, text, mode, runner
 
 @pytest.mark.skipif(not HOPPER, reason="weights in fp8 on Hopper GPUs")
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_weights_in_fp8_with_padded_rows(
-    runner: str, tmp_path: Path, note: Callable[[str], None]
-) -> None:
-    model = llama(tmp_path / "model")
-    options = {**BF16, "quantization": "fp8"}
+def test_weights_in_fp8_with_padded_rows(runner, tmp_path, note):
+    model = llama_128(tmp_path / "model")
+    options = {**QUICK_BF16, "quantization": "fp8"}
     specs = cases.stock(model, **options), cases.ours(model, runner, **options)
     with engines(*specs) as both:
         # 11 is no captured size: five rows are padding

@@ -8,8 +8,6 @@ counts. Each test also asserts that its subject took place.
     PREFIXSHARE_TEST_MODEL=FOLDER python -m pytest -m gpu tests/gpu/test_gpu_engine.py  # real ones
 """
 
-import importlib.util
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,53 +16,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support import gpu_engines as cases
 from tests.support.dummy_model import write_eagle, write_lora, write_small_llama
-from tests.support.engine import PREFIX_SHARE, RUNNERS, EngineProcess
-from tests.support.engine_steps import Run, drive
+from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, RUNNERS, EngineProcess
+from tests.support.engine_steps import drive
 from tests.support.gpu_engines import (
-    GREEDY,
+    DOCUMENT,
+    PRIVATE,
     Text,
     assert_as_stock,
     assert_same_texts,
     assert_shared,
+    drive_primed,
     engines,
+    extension,
+    greedy,
+    llama_128,
+    prime,
 )
-from tests.support.gpu_layer import ON_GPU
+from tests.support.gpu_layer import HOPPER, TWO_GPUS, missing, on_gpu_with
 from tests.support.new_weights import update_weights
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.planning.planner import MIN_STEPS
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-pytestmark = [*ON_GPU, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
-TWO_GPUS = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"
+pytestmark = on_gpu_with("vllm")
+RAY = pytest.mark.skipif(bool(missing("ray")), reason="needs Ray")
+SHORT_QUESTIONS = pytest.mark.skipif(
+    not HOPPER, reason="short questions are planned on Hopper GPUs only"
 )
 
-DOCUMENT = 1200  # tokens: 75 blocks
-#: Tokens after the document of each request. There are many requests, because on so small a model
-#: the planner reads the document more than once for a few.
-PRIVATE = [50, 9, 31, 64, 17] * 3
 #: 256 blocks hold 4096 tokens: enough for several tests, too few for one. 512 tokens a step, so
 #: that prefill is chunked and mixes with decode.
 FEW = {"num_gpu_blocks_override": 256, "max_num_batched_tokens": 512}
-
-
-@pytest.fixture(scope="module")
-def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_small_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def model(random_model: Path) -> Path:
-    return Path(os.environ.get(cases.MODEL_VARIABLE) or random_model)
-
-
-@pytest.fixture(scope="module")
-def text(model: Path) -> Text:
-    return Text(model)
 
 
 @contextmanager
@@ -79,10 +63,9 @@ def three(
 
 @pytest.fixture(scope="module")
 def all_three(model: Path) -> Iterator[dict[str, EngineProcess]]:
-    options = {**FEW, "worker_extension_cls": "tests.support.gpu_engines.EveryQuestion"}
-    with three(model, options) as started:
+    with three(model, {**FEW, **extension(cases.EveryQuestion)}) as started:
         for runner in RUNNERS:
-            started[runner].call(cases.plan_every_question)
+            started[runner].collective_rpc("plan_every_question")
         yield started
 
 
@@ -95,32 +78,14 @@ def stock(all_three: dict[str, EngineProcess]) -> EngineProcess:
 def engine(request: pytest.FixtureRequest, all_three: dict[str, EngineProcess]) -> EngineProcess:
     """PREFIX_SHARE in the default CUDA-graph mode, with an empty prefix cache."""
     host = all_three[request.param]
-    assert host.call(cases.reset_between)
+    host.reset_prefix_cache()
     assert host.call(cases.uses_v2) == (request.param == "V2")
     return host
 
 
-def prime(engine: EngineProcess, prompts: list[list[int]]) -> None:
-    """Put the document into the prefix cache. Requests that are scheduled at once with an empty
-    cache do not share the document.
-    """
-    engine.call(drive, prompts[:1], tokens(1))
-
-
-def drive_primed(engine: EngineProcess, prompts: list[list[int]], *rest: Any) -> Run:
-    """``drive``, with the document cached beforehand."""
-    prime(engine, prompts)
-    run: Run = engine.call(drive, prompts, *rest)
-    return run
-
-
-def tokens(count: int) -> dict[str, object]:
-    return {**GREEDY, "max_tokens": count}
-
-
 def test_requests_on_one_document(engine, stock, text):
     prompts = text.asking(DOCUMENT, [64] * 11)  # padded: 11 is no captured size
-    run = drive_primed(engine, prompts, tokens(96))
+    run = drive_primed(engine, prompts, greedy(96))
     assert_as_stock(run, stock)
     assert_shared(run, factor=1.5)
     assert len(run.completions) == 11 and run.preemptions == 0
@@ -132,7 +97,7 @@ def test_requests_on_one_document(engine, stock, text):
 def test_a_wrong_block_would_show(engine, stock, text):
     """A wrong block exceeds the limits that all these tests use."""
     prompts = text.asking(DOCUMENT, [64] * 3)
-    run = drive_primed(engine, prompts, tokens(40))
+    run = drive_primed(engine, prompts, greedy(40))
     assert_as_stock(run, stock)
     # one block with random weights; natural text depends less on any single block
     first, last = (0, DOCUMENT // 2) if text.is_real else (512, 528)
@@ -147,7 +112,7 @@ def test_a_wrong_block_would_show(engine, stock, text):
 def test_requests_that_end_at_different_times(engine, stock, text):
     prompts = text.asking(DOCUMENT, [20, 33, 5, 64]) + text.asking(DOCUMENT // 2, [9, 17, 48])
     lengths = [5, 70, 33, 16, 48, 2, 61]
-    run = drive_primed(engine, prompts, [tokens(n) for n in lengths])
+    run = drive_primed(engine, prompts, [greedy(n) for n in lengths])
     assert [len(c.token_ids) for c in run.completions] == lengths
     assert_as_stock(run, stock)
     assert_shared(run, factor=1.1)
@@ -156,7 +121,7 @@ def test_requests_that_end_at_different_times(engine, stock, text):
 
 def test_nothing_shared(engine, stock, text):
     prompts = [text.part(1000 * i, 300 + 7 * i) for i in range(7)]
-    run = engine.call(drive, prompts, tokens(48))
+    run = engine.call(drive, prompts, greedy(48))
     assert_as_stock(run, stock)
     assert run.stats["decode_steps"] >= 47
     assert run.stats["shared_steps"] == 0
@@ -170,20 +135,17 @@ def test_nothing_shared(engine, stock, text):
 def test_chunked_prefill_mixes_with_decode(engine, stock, text):
     # the short prompts decode while the long ones are still in prefill, 512 tokens a step
     prompts = [*text.asking(400, [16, 24, 40]), text.part(3000, 1100), text.part(5000, 900)]
-    run = drive_primed(engine, prompts, tokens(40))
+    run = drive_primed(engine, prompts, greedy(40))
     assert_as_stock(run, stock)
     assert run.stats["shared_steps"] > 0
     # each request has 39 decode steps; the short prompts begin at least two steps earlier
     assert run.stats["decode_steps"] >= 41
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
-    reason="short questions are planned on Hopper GPUs only",
-)
+@SHORT_QUESTIONS
 def test_short_questions_on_a_cached_document(engine, stock, text):
     prompts = text.asking(DOCUMENT, [5, 12, 2, 9, 11, 7] * 2)
-    run = drive_primed(engine, prompts, tokens(24))
+    run = drive_primed(engine, prompts, greedy(24))
     assert_as_stock(run, stock)
     assert_shared(run, factor=2.0)
     # the step that reads the questions counts as one of decodes; requests that arrive late begin
@@ -195,7 +157,7 @@ def test_short_questions_on_a_cached_document(engine, stock, text):
 
 def test_short_questions_beside_decodes_and_a_long_prompt(engine, stock, text):
     prompts = [*text.asking(DOCUMENT, [5, 12, 2, 9, 33, 7] * 2), text.part(9000, 700)]
-    run = drive_primed(engine, prompts, [tokens(n) for n in (9, 2, 5) * 4] + [tokens(20)])
+    run = drive_primed(engine, prompts, [greedy(n) for n in (9, 2, 5) * 4] + [greedy(20)])
     assert_as_stock(run, stock)
     assert_shared(run)
 
@@ -203,7 +165,7 @@ def test_short_questions_beside_decodes_and_a_long_prompt(engine, stock, text):
 def test_several_samples_of_one_prompt(engine, stock, text):
     prompts = text.asking(DOCUMENT, [30])
     # with few samples of so short a prompt plans for an H100 share nothing
-    run = engine.call(drive, prompts, {**tokens(48), "n": 16, "temperature": 0.8})
+    run = engine.call(drive, prompts, {**greedy(48), "n": 16, "temperature": 0.8})
     assert len({c.token_ids for c in run.completions}) == 16
     assert_as_stock(run, stock)
     assert_shared(run, factor=2.0)
@@ -211,7 +173,7 @@ def test_several_samples_of_one_prompt(engine, stock, text):
 
 def test_pre_empted_requests_come_back_right(engine, stock, text):
     prompts = text.asking(1024, [40 + i for i in range(12)])
-    run = drive_primed(engine, prompts, tokens(280))
+    run = drive_primed(engine, prompts, greedy(280))
     assert run.preemptions > 0
     assert all(len(c.token_ids) == 280 for c in run.completions)
     assert_as_stock(run, stock)
@@ -221,13 +183,13 @@ def test_pre_empted_requests_come_back_right(engine, stock, text):
 def test_the_prefix_cache_is_reset_under_running_requests(engine, stock, text):
     prompts = text.asking(DOCUMENT, [32] * 15)
     # early: on a busy machine the engine is many steps ahead of those that this process has seen
-    run = drive_primed(engine, prompts, tokens(96), partial(cases.reset_at, when=5))
+    run = drive_primed(engine, prompts, greedy(96), partial(cases.reset_at, when=5))
     assert run.preemptions == len(prompts)
     assert all(len(c.token_ids) == 96 for c in run.completions)
     assert_as_stock(run, stock)
     assert_shared(run)
-    assert engine.call(cases.reset_between)
-    again = engine.call(drive, prompts, tokens(16))
+    engine.reset_prefix_cache()
+    again = engine.call(drive, prompts, greedy(16))
     assert_as_stock(again, stock)
     assert again.stats["shared_steps"] > 0  # the steps that compute the document count, too
 
@@ -238,16 +200,16 @@ def test_new_weights_after_a_sleep(random_model, level, tmp_path):
     options = {**cases.QUICK, "enable_sleep_mode": True}
     prompts = Text(random_model).asking(DOCUMENT, PRIVATE)
     with engines(cases.stock(other), cases.ours(random_model, **options)) as (stock, engine):
-        assert_shared(drive_primed(engine, prompts, tokens(48)))
+        assert_shared(drive_primed(engine, prompts, greedy(48)))
         engine.call(update_weights, other, level)
-        run = drive_primed(engine, prompts, tokens(48))
+        run = drive_primed(engine, prompts, greedy(48))
         assert_as_stock(run, stock)
         assert_shared(run)
 
 
 def test_aborted_requests_leave_the_others_right(engine, stock, text):
     prompts, gone = text.asking(DOCUMENT, [16] * 15), [0, 3, 6, 14]
-    run = drive_primed(engine, prompts, tokens(60), partial(cases.abort_at, when=25, which=gone))
+    run = drive_primed(engine, prompts, greedy(60), partial(cases.abort_at, when=25, which=gone))
     lengths = [len(c.token_ids) for c in run.completions]
     assert [c.finished for c in run.completions] == [i not in gone for i in range(15)]
     assert all(n == 60 for i, n in enumerate(lengths) if i not in gone)
@@ -256,7 +218,7 @@ def test_aborted_requests_leave_the_others_right(engine, stock, text):
     assert_shared(run, factor=2.0)
     # new requests get the blocks of the aborted requests
     assert_as_stock(
-        engine.call(drive, text.asking(DOCUMENT, [77] * 3, start=60), tokens(24)), stock
+        engine.call(drive, text.asking(DOCUMENT, [77] * 3, start=60), greedy(24)), stock
     )
 
 
@@ -276,7 +238,7 @@ def test_beam_search(engine, stock, text):
 def wide(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Text, dict[str, EngineProcess]]]:
-    model = write_small_llama(tmp_path_factory.mktemp("wide"), head_dim=128)
+    model = llama_128(tmp_path_factory.mktemp("wide"))
     options = {**cases.QUICK, "block_size": 32}
     with three(model, options, enforce_eager=True) as started:
         yield Text(model), started
@@ -286,7 +248,7 @@ def wide(
 def test_head_dim_128(wide, runner):
     text, started = wide
     prompts = [*text.asking(DOCUMENT, PRIVATE), text.part(9000, 130)]
-    run = drive_primed(started[runner], prompts, tokens(48))
+    run = drive_primed(started[runner], prompts, greedy(48))
     assert_as_stock(run, started["stock"])
     assert_shared(run, factor=2.0)
 
@@ -302,9 +264,9 @@ def test_speculative_rows(model, stock, text):
     }
     options = {**cases.QUICK, "block_size": 64, "speculative_config": speculation}
     prompts = text.asking(DOCUMENT, PRIVATE)
-    few_tokens = {**tokens(60), "allowed_token_ids": text.part(0, 3)}
+    few_tokens = {**greedy(60), "allowed_token_ids": text.part(0, 3)}
     with engines(cases.ours(model, "V1", **options)) as (engine,):
-        run = drive_primed(engine, prompts, [few_tokens] * 9 + [tokens(60)] * 6)
+        run = drive_primed(engine, prompts, [few_tokens] * 9 + [greedy(60)] * 6)
         short = engine.call(drive, prompts, few_tokens)
         drafted = engine.call(cases.metric, "vllm:spec_decode_num_draft_tokens")
         accepted = engine.call(cases.metric, "vllm:spec_decode_num_accepted_tokens")
@@ -323,8 +285,7 @@ def drafting(
     drafter = write_eagle(tmp_path_factory.mktemp("eagle"), random_model)
     speculation = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 3}
     # the layers of the draft model keep the parent's kernel
-    lenient = {"env": {"VLLM_PREFIXSHARE_STRICT": "0"}}
-    options = {**cases.QUICK, **lenient, "speculative_config": speculation}
+    options = {**cases.QUICK, "env": cases.LENIENT, "speculative_config": speculation}
     with three(random_model, options, enforce_eager=True) as started:
         yield started
 
@@ -334,7 +295,7 @@ def test_rows_that_a_draft_model_proposed(random_model, drafting, runner):
     # few drafts are accepted, so lengths on the host run ahead of lengths on the GPU
     engine = drafting[runner]
     prompts = Text(random_model).asking(DOCUMENT, PRIVATE)
-    run = drive_primed(engine, prompts, tokens(60))
+    run = drive_primed(engine, prompts, greedy(60))
     assert engine.call(cases.metric, "vllm:spec_decode_num_draft_tokens") > 0
     assert_as_stock(run, drafting["stock"])
     assert_shared(run, factor=1.5)
@@ -345,7 +306,7 @@ def windowed(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Text, dict[str, EngineProcess]]]:
     model = write_small_llama(tmp_path_factory.mktemp("windowed"), sliding_window=256)
-    options = {**cases.QUICK, "env": {"VLLM_PREFIXSHARE_STRICT": "0"}}
+    options = {**cases.QUICK, "env": cases.LENIENT}
     with three(model, options, enforce_eager=True) as started:
         yield Text(model), started
 
@@ -355,7 +316,7 @@ def test_sliding_window_layers_keep_the_parents_kernel(windowed, runner):
     # two groups of layers, each with its own block table; only one group is planned for
     text, started = windowed
     prompts = text.asking(DOCUMENT, PRIVATE)
-    run = drive_primed(started[runner], prompts, tokens(64))
+    run = drive_primed(started[runner], prompts, greedy(64))
     assert_as_stock(run, started["stock"])
     assert_shared(run, factor=2.0)
     assert 63 <= run.stats["decode_steps"] < 100, "once a step, not once for each group"
@@ -370,19 +331,15 @@ def test_lora(random_model, tmp_path):
         prompts = Text(random_model).asking(DOCUMENT, PRIVATE) * 2
         adapters = [adapter] * len(PRIVATE) + [None] * len(PRIVATE)
         # KV differs with and without the adapter: two trees
-        engine.call(drive, [prompts[0]] * 2, tokens(1), None, [adapter, None])
+        engine.call(drive, [prompts[0]] * 2, greedy(1), None, [adapter, None])
         run, expected = (
-            host.call(drive, prompts, tokens(48), None, adapters) for host in (engine, reference)
+            host.call(drive, prompts, greedy(48), None, adapters) for host in (engine, reference)
         )
     assert_same_texts(run, expected)
     assert_shared(run, factor=1.5)
     answers = [c.token_ids for c in run.completions]
     halves = answers[: len(PRIVATE)], answers[len(PRIVATE) :]
     assert all(a != b for a, b in zip(*halves, strict=True)), "no effect"
-
-
-HAS_RAY = importlib.util.find_spec("ray") is not None
-RAY = pytest.mark.skipif(not HAS_RAY, reason="needs Ray")
 
 
 @pytest.fixture(
@@ -404,7 +361,7 @@ def parallel(
 def test_two_gpus(random_model, parallel, runner):
     engine = parallel[runner]
     prompts = Text(random_model).asking(DOCUMENT, PRIVATE)
-    run = drive_primed(engine, prompts, tokens(64))
+    run = drive_primed(engine, prompts, greedy(64))
     assert_as_stock(run, parallel["stock"])
     assert_shared(run, factor=2.0)
     # with two pipeline stages the batch is split in two parts, each with its own plan
@@ -439,20 +396,19 @@ def test_decode_context_parallelism(sharded, runner):
     # the last prompt leaves the second rank's shard empty for up to 16 tokens
     prompts = [*text.asking(DOCUMENT, PRIVATE), text.part(5000, 900), text.part(9000, 1)]
     hook = partial(cases.count_layers_from, when=20)
-    run = drive_primed(started[runner], prompts, tokens(64), hook)
+    run = drive_primed(started[runner], prompts, greedy(64), hook)
     assert started[runner].call(cases.uses_v2) == (runner == "V2")
     assert started[runner].collective_rpc("count_layers") == [0, 0], "FULL graphs are replayed"
     assert_as_stock(run, started["stock"])
-    assert_same_texts(run, drive_primed(started["stock"], prompts, tokens(64)))
+    assert_same_texts(run, drive_primed(started["stock"], prompts, greedy(64)))
     assert_shared(run, factor=1.5)
     assert run.stats["plans"] < run.stats["decode_steps"] / 2
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_a_step_does_not_synchronise_and_replays_full_graphs(model, stock, text, runner):
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     # 64-token blocks: the test does not depend on the block size
-    with engines(cases.ours(model, runner, block_size=64, env=env)) as (engine,):
+    with engines(cases.ours(model, runner, block_size=64, env=ONE_PROCESS)) as (engine,):
         prompts = text.asking(DOCUMENT, PRIVATE)
         prime(engine, prompts)
         seen = engine.call(cases.watched, prompts, 64, 8)
@@ -467,9 +423,8 @@ def test_a_step_does_not_synchronise_and_replays_full_graphs(model, stock, text,
 
 
 def test_a_layer_that_is_not_served_is_refused_under_strict(tmp_path):
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # another process hides the reason
     model = write_small_llama(tmp_path / "windowed", sliding_window=256)
-    spec = cases.ours(model, env=env)
+    spec = cases.ours(model, env=ONE_PROCESS)  # another process hides the reason
     with pytest.raises(PrefixShareError, match=r"a sliding window.* STRICT=1"), engines(spec):
         pass
 

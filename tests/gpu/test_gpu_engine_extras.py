@@ -7,12 +7,9 @@ against stock's prefill of the same tokens, is compared with the error of stock'
     python -m pytest -m gpu tests/gpu/test_gpu_engine_extras.py
 """
 
-import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support import gpu_engines as cases
@@ -23,16 +20,28 @@ from tests.support.dummy_model import (
     write_small_gpt_oss,
     write_small_llama,
 )
-from tests.support.engine import EngineProcess
-from tests.support.engine_steps import Run, drive
-from tests.support.gpu_engines import GREEDY, Text, assert_shared, engines
-from tests.support.gpu_layer import HOPPER, ON_GPU
+from tests.support.engine import ONE_PROCESS
+from tests.support.gpu_engines import (
+    DOCUMENT,
+    FP8,
+    PRIVATE,
+    QUICK_BF16,
+    Text,
+    all_errors,
+    assert_as_exact,
+    assert_shared,
+    engines,
+    extension,
+    greedy,
+    llama_128,
+)
+from tests.support.gpu_layer import HOPPER, on_gpu_with
 from vllm_prefixshare import PrefixShareError
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-pytestmark = [*ON_GPU, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
+pytestmark = on_gpu_with("vllm")
 
-FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+#: an fp8 KV cache, in bfloat16 otherwise
+QUICK_FP8 = {**QUICK_BF16, **FP8}
 #: as on GPUs before Hopper: FlashAttention-3 has no ALiBi, and FLASH_ATTN of vLLM 0.33 hands
 #: FlashAttention-2 what is meant for it
 FA2: dict[str, Any] = {"attention_config": {"flash_attn_version": 2}}
@@ -41,12 +50,6 @@ NO_WIDE_HEADS = pytest.mark.skip(
     reason="FLASH_ATTN needs FlashAttention-4 for head_dim 512, with which the engine did not "
     "finish within 90 seconds"
 )
-#: tokens of the document, and of each request alone
-DOCUMENT, PRIVATE = 1200, [50, 9, 31, 64, 17] * 3
-
-
-def llama(folder: Path) -> Path:
-    return write_small_llama(folder, head_dim=128)
 
 
 def wide_llama(folder: Path) -> Path:
@@ -57,7 +60,7 @@ def wide_llama(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("write", "options"),
     [
-        (llama, FP8),
+        (llama_128, FP8),
         (write_small_gpt_oss, {}),
         (write_small_gemma2, {}),
         (write_small_gpt_oss, FP8),
@@ -69,8 +72,8 @@ def wide_llama(folder: Path) -> Path:
 def test_as_exact_as_stock(write, options, tmp_path, note):
     model = write(tmp_path / "model")
     # layers with a sliding window keep the parent's kernel
-    env = {"VLLM_PREFIXSHARE_STRICT": "0", "VLLM_PREFIXSHARE_EXPERIMENTAL": "alibi,head_dim"}
-    options = {**cases.QUICK, "dtype": "bfloat16", **options}
+    env = {**cases.LENIENT, "VLLM_PREFIXSHARE_EXPERIMENTAL": "alibi,head_dim"}
+    options = {**QUICK_BF16, **options}
     specs = cases.stock(model, **options), cases.ours(model, env=env, **options)
     for spec in specs:
         if "attention_config" in spec:
@@ -79,45 +82,13 @@ def test_as_exact_as_stock(write, options, tmp_path, note):
         assert_as_exact(both, Text(model).asking(DOCUMENT, PRIVATE), note)
 
 
-def answers(engine: EngineProcess, prompts: list[list[int]], tokens: int = 64) -> Run:
-    """The answers to questions on one document, which is cached."""
-    engine.call(drive, prompts[:1], {**GREEDY, "max_tokens": 1})
-    run: Run = engine.call(drive, prompts, {**GREEDY, "max_tokens": tokens})
-    return run
-
-
-def assert_as_exact(
-    both: list[EngineProcess],
-    prompts: list[list[int]],
-    note: Callable[[str], None],
-    tokens: int = 64,
-) -> Run:
-    """Assert that the second engine shares, and is as exact as the first, which is stock; returns
-    its run.
-    """
-    runs = [answers(engine, prompts, tokens) for engine in both]
-    stocks, ours = (np.concatenate(cases.errors(r.completions, both[0])) for r in runs)
-    note(cases.beside_stock(runs[1], runs[0], ours, stocks))
-    assert_shared(runs[1], factor=2.0)
-    assert runs[1].stats["decode_steps"] >= tokens - 1
-    if stocks.max() == 0:  # FlashAttention-2 decodes in the order of its prefill
-        assert 0 < ours.mean() < cases.MEAN_ERROR and ours.max() < cases.MAX_ERROR
-    else:
-        assert 0 < ours.mean() < 1.3 * stocks.mean() + 1e-3
-        assert ours.max() < 2 * stocks.max() + 1e-2
-    return runs[1]
-
-
 @pytest.mark.parametrize("of_heads", [False, True], ids=["of tensors", "of heads"])
 def test_scales_of_a_checkpoint(of_heads, tmp_path, note):
-    model = add_kv_scales(llama(tmp_path / "model"), of_heads)
-    options: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16", **FP8}
+    model = add_kv_scales(llama_128(tmp_path / "model"), of_heads)
     # STRICT refuses a layer that is not served
-    ours = cases.ours(
-        model, worker_extension_cls="tests.support.gpu_engines.KernelNames", **options
-    )
-    with engines(cases.stock(model, **options), ours) as both:
-        scales = both[1].call(cases.cache_scales)
+    ours = cases.ours(model, **QUICK_FP8, **extension(cases.KernelNames))
+    with engines(cases.stock(model, **QUICK_FP8), ours) as both:
+        (scales,) = both[1].collective_rpc("cache_scales")
         assert_as_exact(both, Text(model).asking(DOCUMENT, PRIVATE), note)
     wanted = scales_in(model)
     assert scales.keys() == wanted.keys()
@@ -144,9 +115,8 @@ def scales_in(model: Path) -> dict[str, list[list[float]]]:
 
 
 def test_a_scale_that_is_not_finite_is_refused_at_start_up(tmp_path):
-    model = add_kv_scales(llama(tmp_path / "model"), last=float("inf"))
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # another process hides the reason
-    spec = cases.ours(model, env=env, **cases.QUICK, dtype="bfloat16", **FP8)
+    model = add_kv_scales(llama_128(tmp_path / "model"), last=float("inf"))
+    spec = cases.ours(model, env=ONE_PROCESS, **QUICK_FP8)  # another process hides the reason
     sentence = r"v_scale must be positive and finite, got \[inf\]"
     with pytest.raises(PrefixShareError, match=sentence), engines(spec):
         pass
@@ -154,14 +124,11 @@ def test_a_scale_that_is_not_finite_is_refused_at_start_up(tmp_path):
 
 @pytest.mark.skipif(not HOPPER, reason="short questions are planned on Hopper GPUs only")
 def test_short_questions_with_an_fp8_cache(tmp_path, note):
-    model = llama(tmp_path / "model")
-    options: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16", **FP8}
-    ours = cases.ours(
-        model, worker_extension_cls="tests.support.gpu_engines.EveryQuestion", **options
-    )
+    model = llama_128(tmp_path / "model")
+    ours = cases.ours(model, **QUICK_FP8, **extension(cases.EveryQuestion))
     prompts = Text(model).asking(DOCUMENT, [5, 12, 2, 9, 11, 7] * 2)
-    with engines(cases.stock(model, **options), ours) as both:
-        both[1].call(cases.plan_every_question)
+    with engines(cases.stock(model, **QUICK_FP8), ours) as both:
+        both[1].collective_rpc("plan_every_question")
         run = assert_as_exact(both, prompts, note, tokens=48)
     # as without a quantised cache: the step that reads the questions is planned, too
     assert run.stats["kv_tokens_stock"] >= 48 * len(prompts) * DOCUMENT
@@ -171,24 +138,22 @@ def test_fp8_differs_from_stocks_no_more_than_that_from_16_bits(tmp_path, note):
     """The log-probabilities of answers, in decode, against a prefill by stock: ours with an fp8 KV
     cache against stock with one, and that against stock in 16 bits.
     """
-    model = llama(tmp_path / "model")
-    options: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16"}
+    model = llama_128(tmp_path / "model")
     specs = (
-        cases.stock(model, **options, **FP8),
-        cases.ours(model, **options, **FP8),
-        cases.stock(model, **options),
+        cases.stock(model, **QUICK_FP8),
+        cases.ours(model, **QUICK_FP8),
+        cases.stock(model, **QUICK_BF16),
     )
     with engines(*specs) as (quantised, mine, plain):
         prompts = Text(model).asking(DOCUMENT, PRIVATE)
-        runs = [answers(engine, prompts) for engine in (quantised, mine)]
-        from_plain = np.concatenate(cases.errors(runs[0].completions, plain))
-        from_fp8 = np.concatenate(cases.errors(runs[1].completions, quantised))
-        mine_from_plain = np.concatenate(cases.errors(runs[1].completions, plain))
+        found = cases.compare([quantised, mine], prompts, greedy(64))
+        from_plain = all_errors(found.stock_run, plain)
+        mine_from_plain = all_errors(found.run, plain)
     for what, error in (
-        ("ours from stock's fp8", from_fp8),
+        ("ours from stock's fp8", found.errors),
         ("stock's fp8 from its 16 bits", from_plain),
         ("ours from stock's 16 bits", mine_from_plain),
     ):
         note(f"{what}: mean {error.mean():.4f}, max {error.max():.3f} nats")
-    assert_shared(runs[1], factor=2.0)
-    assert 0 < from_fp8.mean() <= from_plain.mean()
+    assert_shared(found.run, factor=2.0)
+    assert 0 < found.errors.mean() <= from_plain.mean()

@@ -7,7 +7,6 @@ under stock FLASH_ATTN, which is here for comparison.
     python -m pytest -m gpu -s tests/gpu/test_gpu_engine_invariance.py
 """
 
-import importlib.util
 from collections.abc import Iterator
 from random import Random
 
@@ -15,14 +14,12 @@ import numpy as np
 import pytest
 
 from tests.support import gpu_engines as cases
-from tests.support.dummy_model import write_small_llama
 from tests.support.engine import RUNNERS, EngineProcess
 from tests.support.engine_steps import Completion, drive
-from tests.support.gpu_engines import GREEDY, Text, assert_shared, engines
-from tests.support.gpu_layer import ON_GPU
+from tests.support.gpu_engines import Text, assert_shared, engines, greedy, llama_128, prime
+from tests.support.gpu_layer import on_gpu_with
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-pytestmark = [*ON_GPU, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
+pytestmark = on_gpu_with("vllm")
 
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 #: 4 pieces of 512 tokens and 452 more
@@ -32,12 +29,11 @@ DOCUMENT = 2500
 #: reaches the next piece.
 PRIVATE = [13, 50, 45, 9, 31, 64, 17, 100] * 8
 TOKENS = 40
-SAMPLING = {**GREEDY, "max_tokens": TOKENS}
+SAMPLING = greedy(TOKENS)
 ALONE = range(4)
 #: Small steps, so that prompts are cut at other places in each batch, and mix with decodes.
 OPTIONS = {
-    **cases.QUICK,
-    "dtype": "bfloat16",
+    **cases.QUICK_BF16,
     "max_num_seqs": 64,
     "max_num_batched_tokens": 512,
 }
@@ -46,7 +42,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def text_and_engines(tmp_path_factory) -> Iterator[tuple[Text, dict[str, EngineProcess]]]:
     """Engines by name: stock, ours under each runner, and ours without batch invariance."""
-    model = write_small_llama(tmp_path_factory.mktemp("llama"), head_dim=128)
+    model = llama_128(tmp_path_factory.mktemp("llama"))
     specs = {
         "stock": cases.stock(model, environment=INVARIANT, **OPTIONS),
         **{name: cases.ours(model, name, env=INVARIANT, **OPTIONS) for name in RUNNERS},
@@ -78,13 +74,13 @@ def answers(engine: EngineProcess, text: Text) -> dict[str, dict[int, Completion
 
     alone = {}
     for i in ALONE:
-        assert engine.call(cases.reset_between)
+        engine.reset_prefix_cache()
         alone |= run([i], shared=False)
-    assert engine.call(cases.reset_between)
-    engine.call(drive, prompts[:1], {**SAMPLING, "max_tokens": 1})
+    engine.reset_prefix_cache()
+    prime(engine, prompts)
     found = {"alone": alone, "among 8": run(list(range(8)), shared=True)}
     found["among 64"] = run(shuffled, shared=True)
-    assert engine.call(cases.reset_between)
+    engine.reset_prefix_cache()
     found["among 64, not cached"] = run(shuffled[::-1], shared=True)
     return found
 

@@ -7,51 +7,39 @@ is compared with the error of stock's own decode.
     python -m pytest -m gpu tests/gpu/test_gpu_engine_windows.py
 """
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support import gpu_engines as cases
 from tests.support.dummy_model import write_small_gemma2, write_small_gemma3, write_small_gpt_oss
 from tests.support.engine import EngineProcess
-from tests.support.engine_steps import Run, drive
-from tests.support.gpu_engines import GREEDY, Text, assert_shared, engines
-from tests.support.gpu_layer import ON_GPU
+from tests.support.engine_steps import Run
+from tests.support.gpu_engines import LENIENT, Text, assert_shared, engines, greedy
+from tests.support.gpu_layer import on_gpu_with
 
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-pytestmark = [*ON_GPU, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
+pytestmark = on_gpu_with("vllm")
 
 #: bfloat16: vLLM refuses Gemma 3 in float16
-OPTIONS: dict[str, Any] = {**cases.QUICK, "dtype": "bfloat16", "kv_cache_memory_bytes": 2 << 30}
-#: Nats, mean and largest, beside the errors of stock's own decode: two kernels round differently
-MEAN_ERROR, MAX_ERROR = 1e-3, 2e-2
+OPTIONS: dict[str, Any] = {**cases.QUICK_BF16, "kv_cache_memory_bytes": 2 << 30}
 #: tokens of the document and of each request alone: in most windows of 1024 tokens, the document
 #: is passed while the answers grow
 DOCUMENT, PRIVATE = 2000, [50, 9, 31, 64, 17, 700, 1200] * 2
 
 
-def asked(engine: EngineProcess, text: Text) -> Run:
-    """The answers to questions on one document, to a short prompt and to a long one."""
-    prompts = text.asking(DOCUMENT, [n // 2 for n in PRIVATE])
-    engine.call(drive, prompts[:1], {**GREEDY, "max_tokens": 1})
-    prompts += [text.part(5000, 300), text.part(9000, 2500)]
-    run: Run = engine.call(drive, prompts, {**GREEDY, "max_tokens": 200})
-    return run
-
-
-def compare(both: list[EngineProcess], model: Path, note: Callable[[str], None]) -> Run:
-    """Assert that PREFIX_SHARE is as exact as stock; returns its run."""
+def as_exact(both: list[EngineProcess], model: Path, note: Callable[[str], None]) -> Run:
+    """Assert that PREFIX_SHARE is as exact as stock: on questions on one document, a short prompt
+    and a long one. Returns its run.
+    """
     text = Text(model)
-    runs = [asked(engine, text) for engine in both]
-    stocks, mine = (np.concatenate(cases.errors(run.completions, both[0])) for run in runs)
-    note(cases.beside_stock(runs[1], runs[0], mine, stocks))
-    assert 0 < mine.mean() < 1.3 * stocks.mean() + MEAN_ERROR
-    assert mine.max() < 2 * stocks.max() + MAX_ERROR
-    return runs[1]
+    prompts = text.asking(DOCUMENT, [n // 2 for n in PRIVATE])
+    prompts += [text.part(5000, 300), text.part(9000, 2500)]
+    found = cases.compare(both, prompts, greedy(200))
+    note(str(found))
+    found.assert_as_exact(max_slack=2e-2)
+    return found.run
 
 
 @pytest.mark.parametrize(
@@ -64,7 +52,7 @@ def test_windows_are_shared(write, runner, tmp_path, note):
     # STRICT refuses a layer that is not served
     ours = cases.ours(model, runner, **OPTIONS)
     with engines(cases.stock(model, **OPTIONS), ours) as both:
-        run = compare(both, model, note)
+        run = as_exact(both, model, note)
     assert_shared(run, factor=1.5)
     assert run.stats["plans"] < run.stats["decode_steps"] / 2
 
@@ -73,20 +61,18 @@ def test_full_attention_in_one_group_with_windows_is_shared(tmp_path, note):
     """As where vLLM's hybrid KV cache manager is off: blocks are kept for all tokens."""
     model = write_small_gemma3(tmp_path / "model", sliding_window=1024)
     options = {**OPTIONS, "disable_hybrid_kv_cache_manager": True}
-    env = {"VLLM_PREFIXSHARE_STRICT": "0"}
-    with engines(cases.stock(model, **options), cases.ours(model, env=env, **options)) as both:
+    with engines(cases.stock(model, **options), cases.ours(model, env=LENIENT, **options)) as both:
         fallbacks = both[1].collective_rpc("prefix_share_stats")[0]["fallbacks"]
-        run = compare(both, model, note)
+        run = as_exact(both, model, note)
     assert list(fallbacks) == ["a sliding window"]
     assert_shared(run, factor=1.5)
 
 
 def test_a_window_too_short_to_gain_keeps_the_parents_kernel(tmp_path, note):
     model = write_small_gpt_oss(tmp_path / "model")  # windows of 128 tokens
-    env = {"VLLM_PREFIXSHARE_STRICT": "0"}
-    with engines(cases.stock(model, **OPTIONS), cases.ours(model, env=env, **OPTIONS)) as both:
+    with engines(cases.stock(model, **OPTIONS), cases.ours(model, env=LENIENT, **OPTIONS)) as both:
         fallbacks = both[1].collective_rpc("prefix_share_stats")[0]["fallbacks"]
-        run = compare(both, model, note)
+        run = as_exact(both, model, note)
     assert_shared(run, factor=1.5)
     (reason,) = fallbacks
     assert reason.startswith("a sliding window of 128 tokens where sharing pays from ")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from benchmarks.peers.ring import RingDecode, RingRanks
-from tests.support.gpu_layer import ON_GPU
+from tests.support.gpu_layer import ON_GPU, TWO_GPUS
 from tests.support.paged_batches import PagedBatch, paged_batch
 from tests.support.rank_process import own_part, timed_sentence
 from vllm_prefixshare import PrefixShareDecodeWrapper
@@ -33,12 +33,7 @@ RANKS = 2
 DEADLINE = 240  # seconds; a cold start takes a minute
 SOON = 5.0  # seconds within which a rank must come; nccl takes some of them to connect
 Tensors = list[torch.Tensor]
-pytestmark = [
-    *ON_GPU,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.device_count() < RANKS, reason="needs two GPUs"
-    ),
-]
+pytestmark = [*ON_GPU, TWO_GPUS]
 #: documents of 21 blocks; and one request of 5 tokens, which leaves a shard empty
 CASES: dict[str, dict[str, Any]] = {
     "documents": {"document_blocks": 21, "private_blocks": 9},

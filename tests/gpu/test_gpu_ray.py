@@ -3,27 +3,16 @@
 python -m pytest -m gpu tests/gpu/test_gpu_ray.py
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
 
-import pytest
-import torch
-
 from tests.examples.test_examples import EXAMPLES
 from tests.examples.test_ray import RAY_CLUSTER, small_options, table
 from tests.support.engine import DEFAULT_ENVIRONMENT
-from tests.support.gpu_layer import ON_GPU
+from tests.support.gpu_layer import TWO_GPUS, on_gpu_with
 
-NEEDED = [name for name in ("vllm", "ray") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    *ON_GPU,
-    pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}"),
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two GPUs"
-    ),
-]
+pytestmark = [*on_gpu_with("vllm", "ray"), TWO_GPUS]
 
 
 def test_both_ranks_share(tmp_path):

@@ -4,7 +4,6 @@
     python -m pytest -m gpu tests/gpu/test_gpu_serve.py
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dummy_model import write_small_llama
 from tests.support.engine import DEFAULT_ENVIRONMENT
-from tests.support.gpu_engines import ENVIRONMENT, MODEL_VARIABLE, SETTINGS, Text
-from tests.support.gpu_layer import ON_GPU
+from tests.support.gpu_engines import ENVIRONMENT, SETTINGS
+from tests.support.gpu_layer import missing, on_gpu_with
 
-NEEDED = [name for name in ("vllm", "openai") if importlib.util.find_spec(name) is None]
-pytestmark = [*ON_GPU, pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}")]
-if not NEEDED:
+PACKAGES = ("vllm", "openai")
+pytestmark = on_gpu_with(*PACKAGES)
+if not missing(*PACKAGES):
     from tests.support.serving import NAME, VLLM, client_of, metrics_at, serving, stats, stream
 
 #: Tokens. A step of so small a model takes less than a millisecond, and the clients start one after
@@ -35,12 +33,6 @@ SERVER = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    given = os.environ.get(MODEL_VARIABLE)
-    return Path(given) if given else write_small_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SETTINGS.items()]
@@ -49,9 +41,9 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         yield url
 
 
-def test_streams_share_the_document_and_one_can_be_aborted(server, model):
+def test_streams_share_the_document_and_one_can_be_aborted(server, text):
     client = client_of(server)
-    prompts = Text(model).asking(DOCUMENT, [30, 7, 18, 44, 12, 25] * 4)
+    prompts = text.asking(DOCUMENT, [30, 7, 18, 44, 12, 25] * 4)
     client.completions.create(model=NAME, prompt=prompts[0][:DOCUMENT], max_tokens=1)
     stats(server, reset=True)
     texts = stream(client, prompts, tokens=600, leave_after=6)
@@ -82,9 +74,7 @@ def test_vllm_bench_serve_reports_no_failure(server, model, tmp_path):
         "--num-prompts", "24", "--ignore-eos", "--temperature", "0", "--disable-tqdm",
         "--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json",
     ]  # fmt: skip
-    done = subprocess.run(
-        command, env=SERVER, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = subprocess.run(command, env=SERVER, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["completed"] == 24

@@ -5,12 +5,14 @@ that run in an engine's process.
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.support.dummy_model import write_small_llama
 from tests.support.engine import PREFIX_SHARE, RUNNERS, STOCK_GPU, EngineProcess
 from tests.support.engine_steps import Completion, Run, drive, score, start_engines
 from vllm_prefixshare.vllm_plugin.observability.stats import PrefixShareWorkerExtension
@@ -18,6 +20,9 @@ from vllm_prefixshare.vllm_plugin.observability.stats import PrefixShareWorkerEx
 #: The checkpoint folder of a real model to test with, instead of random weights.
 MODEL_VARIABLE = "PREFIXSHARE_TEST_MODEL"
 BLOCK_SIZE = 16
+#: Tokens of a document, and after it of each request. There are many requests, because on so small
+#: a model the planner reads the document more than once for a few.
+DOCUMENT, PRIVATE = 1200, [50, 9, 31, 64, 17] * 3
 GREEDY = {"ignore_eos": True}
 
 #: float16, because the rounding of bfloat16 would hide a small fault. Several engines run at once,
@@ -35,9 +40,13 @@ ENVIRONMENT = {
     "VLLM_PREFIXSHARE_CHECK_PLANS": "1",
     "VLLM_PREFIXSHARE_STRICT": "1",
 }
+#: Lets layers that are not served keep the parent's kernel.
+LENIENT = {"VLLM_PREFIXSHARE_STRICT": "0"}
 #: Full graphs without compilation: the engine starts in half the time. For tests of a feature, not
 #: of the default mode.
 QUICK = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+QUICK_BF16: dict[str, Any] = {**QUICK, "dtype": "bfloat16"}
+FP8: dict[str, Any] = {"kv_cache_dtype": "fp8"}
 
 #: Scales of queries and of latents, as "0.05,0.03", for layers with latents. vLLM 0.33 loads those
 #: of few checkpoints; and what a graph does depends on them, so they must be there before capture.
@@ -55,13 +64,30 @@ def engines(*specs: dict[str, Any]) -> AbstractContextManager[list[EngineProcess
 
 
 def ours(model: Path, runner: str | None = None, **options: Any) -> dict[str, Any]:
-    """Arguments of an engine with PREFIX_SHARE; with runner ``None`` vLLM chooses the runner."""
+    """Arguments of an engine with PREFIX_SHARE.
+
+    Args:
+        runner: key of ``RUNNERS``; None: vLLM chooses the runner.
+        options: arguments of ``EngineProcess``; ``env`` adds to ``ENVIRONMENT``.
+    """
     environment = {**ENVIRONMENT, **RUNNERS.get(runner or "", {}), **options.pop("env", {})}
     return {"backend": PREFIX_SHARE, "model": model, "environment": environment, **options}
 
 
 def stock(model: Path, **options: Any) -> dict[str, Any]:
     return {"backend": STOCK_GPU, "model": model, **options}
+
+
+def extension(of: type) -> dict[str, str]:
+    """The option that gives an engine one of the worker extensions below, whose methods
+    ``EngineProcess.collective_rpc`` calls.
+    """
+    return {"worker_extension_cls": f"{of.__module__}.{of.__qualname__}"}
+
+
+def llama_128(folder: Path) -> Path:
+    """Write a small model with heads as wide as those of most models."""
+    return write_small_llama(folder, head_dim=128)
 
 
 class Text:
@@ -92,12 +118,93 @@ class Text:
         return [first + self.part(7000 + 311 * i, n) for i, n in enumerate(private)]
 
 
+def greedy(count: int) -> dict[str, Any]:
+    """Sampling of ``count`` tokens."""
+    return {**GREEDY, "max_tokens": count}
+
+
+def prime(engine: EngineProcess, prompts: Sequence[Sequence[int]]) -> None:
+    """Put the document into the prefix cache. Requests that are scheduled at once with an empty
+    cache do not share the document.
+    """
+    engine.call(drive, prompts[:1], greedy(1))
+
+
+def drive_primed(engine: EngineProcess, prompts: Sequence[Sequence[int]], *rest: Any) -> Run:
+    """``drive``, with the document cached beforehand."""
+    prime(engine, prompts)
+    run: Run = engine.call(drive, prompts, *rest)
+    return run
+
+
 def errors(completions: Sequence[Completion], reference: EngineProcess) -> list[np.ndarray]:
     """Absolute difference of the log-probability in decode and in stock's prefill, per token and
     answer.
     """
     scores = reference.call(score, completions)
     return [np.abs(np.subtract(c.logprobs, s)) for c, s in zip(completions, scores, strict=True)]
+
+
+def all_errors(run: Run, reference: EngineProcess) -> np.ndarray:
+    """As ``errors``, of all tokens of a run in one array."""
+    each = errors(run.completions, reference)
+    print("mean errors of answers:", *(f"{error.mean():.3f}" for error in each))
+    return np.concatenate(each)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of PREFIX_SHARE and of stock on the same prompts, and the ``all_errors`` of both.
+
+    bfloat16 and fp8 round more than the limits of ``assert_as_stock`` allow, so the errors in
+    decode are compared with those of stock's own decode.
+    """
+
+    run: Run
+    stock_run: Run
+    errors: np.ndarray
+    stock_errors: np.ndarray
+
+    def __str__(self) -> str:
+        return beside_stock(self.run, self.stock_run, self.errors, self.stock_errors)
+
+    def assert_as_exact(self, max_slack: float = 1e-2) -> None:
+        """Assert that errors are about as small as stock's.
+
+        Args:
+            max_slack: nats by which the largest error may differ, because kernels round
+                differently.
+        """
+        assert 0 < self.errors.mean() < 1.3 * self.stock_errors.mean() + 1e-3
+        assert self.errors.max() < 2 * self.stock_errors.max() + max_slack
+
+
+def compare(
+    both: Sequence[EngineProcess], prompts: Sequence[Sequence[int]], sampling: dict[str, Any]
+) -> Comparison:
+    """Run stock, the first engine, and PREFIX_SHARE, the second, with the document cached."""
+    stock_run, run = (drive_primed(engine, prompts, sampling) for engine in both)
+    return Comparison(run, stock_run, all_errors(run, both[0]), all_errors(stock_run, both[0]))
+
+
+def assert_as_exact(
+    both: Sequence[EngineProcess],
+    prompts: Sequence[Sequence[int]],
+    note: Callable[[str], None],
+    tokens: int = 64,
+) -> Run:
+    """Assert that PREFIX_SHARE, the second engine, shares and is as exact as stock, the first;
+    returns its run.
+    """
+    found = compare(both, prompts, greedy(tokens))
+    note(str(found))
+    assert_shared(found.run, factor=2.0)
+    assert found.run.stats["decode_steps"] >= tokens - 1
+    if found.stock_errors.max() == 0:  # FlashAttention-2 decodes in the order of its prefill
+        assert 0 < found.errors.mean() < MEAN_ERROR and found.errors.max() < MAX_ERROR
+    else:
+        found.assert_as_exact()
+    return found.run
 
 
 def assert_as_stock(run: Run, reference: EngineProcess) -> None:
@@ -263,41 +370,6 @@ class KernelNames(PrefixShareWorkerExtension):
 # ---- functions that run in an engine's process; sent there by name ----
 
 
-def kernels_in_graphs(llm: Any) -> list[str]:
-    """Of the first worker; its extension is ``KernelNames``."""
-    return list(llm.collective_rpc("kernels_in_graphs")[0])
-
-
-def cache_scales(llm: Any) -> dict[str, list[list[float]]]:
-    """As ``kernels_in_graphs``."""
-    return dict(llm.collective_rpc("cache_scales")[0])
-
-
-def count_flash_mla(llm: Any) -> None:
-    """As ``kernels_in_graphs``."""
-    llm.collective_rpc("count_flash_mla")
-
-
-def flash_mla_calls(llm: Any) -> int:
-    """As ``kernels_in_graphs``."""
-    return int(llm.collective_rpc("flash_mla_calls")[0])
-
-
-def trace_kernels(llm: Any) -> None:
-    """As ``kernels_in_graphs``."""
-    llm.collective_rpc("trace_kernels")
-
-
-def kernels_traced(llm: Any) -> dict[str, int]:
-    """As ``kernels_in_graphs``."""
-    return dict(llm.collective_rpc("kernels_traced")[0])
-
-
-def plan_every_question(llm: Any) -> None:
-    """In all workers; their extension is ``EveryQuestion``."""
-    llm.collective_rpc("plan_every_question")
-
-
 def count_layers_from(llm: Any, step: int, ids: Sequence[str], *, when: int) -> None:
     """Hook of ``drive``: make ``LayerCounter`` start anew before step ``when``."""
     if step == when:
@@ -314,10 +386,6 @@ def reset_at(llm: Any, step: int, ids: Sequence[str], *, when: int) -> None:
     """Hook of ``drive``: reset the prefix cache before step ``when``, while requests run."""
     if step == when:
         assert llm.reset_prefix_cache(reset_running_requests=True)
-
-
-def reset_between(llm: Any) -> bool:
-    return bool(llm.reset_prefix_cache())
 
 
 def uses_v2(llm: Any) -> bool:
@@ -394,7 +462,7 @@ def watched(llm: Any, prompts: Sequence[Sequence[int]], tokens: int, steady: int
     PrefixShareMetadataBuilder.build = watched_build
     PrefixShareCUDAImpl.forward = watched_forward
     try:
-        run = drive(llm, prompts, {**GREEDY, "max_tokens": tokens}, hook)
+        run = drive(llm, prompts, greedy(tokens), hook)
     finally:
         PrefixShareMetadataBuilder.build = build
         PrefixShareCUDAImpl.forward = forward

@@ -4,6 +4,7 @@ Outputs and partial results hold NaN before each run, so that a missing write sh
 """
 
 import copy
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,7 +20,9 @@ from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.profiling.gpu_timing import capture
 
 THERE = torch.cuda.is_available()
+GPUS = torch.cuda.device_count() if THERE else 0
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not THERE, reason="needs an NVIDIA GPU")]
+TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 HOPPER = not THERE or torch.cuda.get_device_capability()[0] == 9
 KERNELS = ["hopper", "portable"] if HOPPER else ["portable"]
 DEVICE = "cuda"
@@ -27,6 +30,17 @@ BF16, FP16 = torch.bfloat16, torch.float16
 #: relative error of a request's output: its rounding and that of the attention weights
 TOLERANCE = {BF16: 4e-3, FP16: 5e-4}
 SAMPLES = 12  # requests that are compared; the others are only checked to be finite
+
+
+def missing(*packages: str) -> list[str]:
+    """Which of these packages are not installed."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
+def on_gpu_with(*packages: str) -> list[pytest.MarkDecorator]:
+    """Marks of tests that need a GPU and these packages."""
+    absent = missing(*packages)
+    return [*ON_GPU, pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}")]
 
 
 def cache_of(layout: str, shape: tuple[int, int, int, int], dtype: torch.dtype):
