@@ -21,6 +21,7 @@ import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.faults import failing_at
 from tests.support.native_executor import needs_native
 from tests.support.paged_batches import paged_batch, total_error
 from tests.support.planning_cases import (
@@ -31,6 +32,7 @@ from tests.support.planning_cases import (
     gpu_config,
     quick,
 )
+from tests.support.processes import run_python
 from vllm_prefixshare.cli.output import write_file
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
@@ -163,14 +165,11 @@ def test_absurd_prices_do_not_hang_the_planner(good_table, tmp_path, prices):
     code = """
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 from tests.support.planning_cases import document_qa, make_planner
 from vllm_prefixshare.planning.costs.table import CostTable
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.planner import PLANNING_FAILED
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.settings import settings
 try:
     table = CostTable.load(Path(sys.argv[1]))
 except PrefixShareError:
@@ -183,7 +182,7 @@ for divider in ("depth_first", "flashforge"):
     invariants.check(plan, batch.block_table, batch.seq_lens)
     assert not planner.counters.fallbacks[PLANNING_FAILED]
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "t.json")], check=True, timeout=300)
+    run_python(code, tmp_path / "t.json")
 
 
 # -- the cache folder
@@ -266,11 +265,8 @@ def test_a_full_disk_leaves_the_old_table_and_nothing_half_written(cache):
     code = """
 import resource, signal, sys
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 from tests.support.planning_cases import flashforge_table
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.settings import settings
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 try:
@@ -279,7 +275,7 @@ except PrefixShareError as e:
     sys.exit(0 if "cannot be written" in str(e) else 1)
 sys.exit(2)
 """
-    subprocess.run([sys.executable, "-B", "-c", code, str(path)], check=True, timeout=300)
+    run_python(code, path)
     assert path.read_text() == before
     assert os.listdir(cache) == ["t.json"]
 
@@ -467,9 +463,7 @@ def test_compiled_code_does_without_a_cache_that_is_full_or_damaged(tmp_path):
     cache = tmp_path / "cache"
 
     def call(*arguments: str) -> list[Path]:
-        environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
-        command = [sys.executable, "-B", "-c", CALLS, str(tmp_path), *arguments]
-        subprocess.run(command, env=environment, check=True, timeout=600)
+        run_python(CALLS, tmp_path, *arguments, timeout=600, NUMBA_CACHE_DIR=str(cache))
         return [path for path in cache.rglob("*.nb?") if path.stat().st_size]
 
     assert call("full") == []
@@ -483,18 +477,15 @@ def test_compiled_code_does_without_a_cache_that_is_full_or_damaged(tmp_path):
             path.write_bytes(content)
 
 
-def test_compiled_code_is_kept_in_the_cache_folder(tmp_path):
+def test_compiled_code_is_kept_in_the_cache_folder(tmp_path, monkeypatch):
     """Next to the source an uninstall would leave it. The program says that it compiles."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "code_under_test.py").write_text(CODE)
-    environment = {**os.environ, "VLLM_PREFIXSHARE_CACHE": str(tmp_path / "cache")}
-    del environment["NUMBA_CACHE_DIR"]
-    command = [sys.executable, "-B", "-c", CALLS, str(source)]
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    cache = str(tmp_path / "cache")
     for is_first in (True, False):
-        done = subprocess.run(
-            command, env=environment, check=True, timeout=600, stderr=subprocess.PIPE, text=True
-        )
+        done = run_python(CALLS, source, timeout=600, VLLM_PREFIXSHARE_CACHE=cache)
         assert ("Planning is compiled for this machine, once" in done.stderr) == is_first
     assert len([*(tmp_path / "cache" / "numba").rglob("*.nbc")]) == 1
     assert [path.name for path in source.iterdir()] == ["code_under_test.py"]
@@ -503,8 +494,6 @@ def test_compiled_code_is_kept_in_the_cache_folder(tmp_path):
 SAVES_SLOWLY = """
 import sys, time
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 from numba.core.caching import IndexDataCacheFile
 save = IndexDataCacheFile._save_data
 def save_slowly(*args):
@@ -517,8 +506,6 @@ IndexDataCacheFile._save_data = save_slowly
 """
 READS_AT_ONCE = """
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 from numba import njit
 njit(lambda x: x)(1)  # the first call takes long
 Path(sys.argv[1], "reader calls").touch()
@@ -604,19 +591,13 @@ def test_a_planning_failure_costs_one_step_its_sharing(place, divider, monkeypat
         "the divider": (planner, "divider"),
         "remember": (planner_module.CachedPlan, "remember"),
     }.get(place, (planner_module, place))
-    real, calls = getattr(owner, name), []
+    second = 3 if place == "build_plan" else 2  # a failure builds one
+    fault = IndexError("planted")
     if place == "the divider":
-        real = real.divide
-
-    def fails_twice(*args, **kwargs):
-        calls.append(args)
-        if len(calls) in (1, 3 if place == "build_plan" else 2):  # a failure builds one
-            raise IndexError("planted")
-        return real(*args, **kwargs)
-
-    planted = fails_twice
-    if place == "the divider":
-        planted = replace(planner.divider, divide=fails_twice)
+        divide = failing_at(planner.divider.divide, 1, second, error=fault)
+        planted = replace(planner.divider, divide=divide)
+    else:
+        planted = failing_at(getattr(owner, name), 1, second, error=fault)
     monkeypatch.setattr(owner, name, planted)
     everything = batch.seq_lens.sum()
     for failures in (1, 2):
@@ -637,25 +618,12 @@ def test_tokens_stay_right_when_planning_fails_at_some_step(at, monkeypatch):
     """Six steps of a batch that changes each time, through the operator."""
     batch = paged_batch(requests=6)
     wrapper = batch.wrapper(num_workers=3)
-    real, steps = planner_module.build_plan, []
-
-    def fails_once(*args):
-        steps.append(args)
-        if len(steps) == at + 1:
-            raise MemoryError("planted")
-        return real(*args)
-
+    fails_once = failing_at(planner_module.build_plan, at + 1, error=MemoryError("planted"))
     monkeypatch.setattr(planner_module, "build_plan", fails_once)
     factors = []
     for step in range(6):
         rows = np.roll(np.arange(len(batch.seq_lens)), step)[step % 2 :]
-        part = replace(
-            batch,
-            block_table=batch.block_table[rows],
-            seq_lens=batch.seq_lens[rows],
-            query_start_loc=np.arange(len(rows) + 1, dtype=np.int32),
-            q=batch.q[rows],
-        )
+        part = batch.rows(rows.tolist())
         assert total_error(part.run(wrapper), part.expected()[0]) < 2e-6
         factors.append(wrapper.stats().share_factor)
     assert [factor > 1 for factor in factors] == [step != at for step in range(6)]
@@ -668,14 +636,7 @@ def test_a_launch_that_fails_reaches_the_caller_and_spoils_no_later_one(monkeypa
     batch = paged_batch(requests=4)
     wrapper = batch.wrapper(num_workers=2)
     executor = wrapper._executor
-    real, calls = executor.run, []
-
-    def fails_once(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 2:
-            raise RuntimeError("CUDA error: planted")
-        return real(*args, **kwargs)
-
+    fails_once = failing_at(executor.run, 2, error=RuntimeError("CUDA error: planted"))
     monkeypatch.setattr(executor, "run", fails_once)
     expected = batch.run(wrapper)
     plan = wrapper.last_plan

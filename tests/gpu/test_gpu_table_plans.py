@@ -14,6 +14,7 @@ from benchmarks.support.trees import tree
 from tests.support.exhaustive_plans import dealt, flattened_plans, node_plans, plan_with
 from tests.support.gpu_layer import KERNELS
 from tests.support.planning_cases import gpu_config
+from tests.support.variables import set_variables
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.planning import invariants
@@ -21,7 +22,6 @@ from vllm_prefixshare.planning.costs.lookup import cost_model, gpu
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.costs.table import CostTable
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
-from vllm_prefixshare.settings import settings
 
 LAYER = AttentionConfig(32, 8, 128, 16)
 ROWS = LAYER.gqa_group_size
@@ -99,8 +99,7 @@ def test_a_table_is_measured_in_under_two_minutes(measured):
 @on_gpu
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_profile_measures_a_table_for_layers_with_an_fp8_cache_only(kernel, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path))
-    settings.cache_clear()
+    set_variables(monkeypatch, CACHE=str(tmp_path))
     before = cost_model(LAYER, kernel)
     assert main(["profile", "--device=cuda", f"--kernel={kernel}", "--kv-cache-dtype=fp8"]) == 0
     found = cost_model(replace(LAYER, kv_dtype=FP8, query_dtype=FP8), kernel)

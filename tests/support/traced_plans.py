@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.support.variables import set_variables
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.interface import Executor
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.observability import tracing
 from vllm_prefixshare.vllm_plugin.step.first_step import TokenRows
 from vllm_prefixshare.vllm_plugin.step.host_tables import PassedTable, RowTable
@@ -64,8 +64,6 @@ class Group:
 
 def record_in(path: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Record plans in ``path``, which share what can be shared."""
-    if path is not None:
-        monkeypatch.setenv("VLLM_PREFIXSHARE_TRACE", str(path))
-    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
-    settings.cache_clear()
+    trace = {} if path is None else {"TRACE": str(path)}
+    set_variables(monkeypatch, SHARE="always", **trace)
     tracing.trace_to.cache_clear()

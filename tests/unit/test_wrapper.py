@@ -1,7 +1,5 @@
 """Bad input to the operator: what is refused, and the messages."""
 
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.processes import run_python
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
 from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
@@ -367,5 +366,4 @@ def test_importing_the_package_loads_neither_torch_nor_vllm():
         "import sys, vllm_prefixshare.settings, vllm_prefixshare.planning.planner\n"
         "print(sorted({'torch', 'vllm', 'triton'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run_python(code).stdout.strip() == "[]"

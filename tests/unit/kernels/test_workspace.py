@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count, product
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.support.trees import tree
+from tests.support.faults import failing_at
 from tests.support.planning_cases import COSTS, NULL_BLOCK, gpu_config
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.core import PieceLimits, PrefixShareError
@@ -90,15 +91,9 @@ def test_an_indptr_stays_level_past_its_end():
 @contextmanager
 def memory_runs_out(monkeypatch, name: str, failing: int) -> Iterator[None]:
     """Let the call of ``torch.name`` with this number, counted from 1, find no memory."""
-    allocate, numbers = getattr(torch, name), count(1)
-
-    def runs_out(*args, **kwargs):
-        if next(numbers) == failing:
-            raise torch.OutOfMemoryError("planted")
-        return allocate(*args, **kwargs)
-
+    fault = torch.OutOfMemoryError("planted")
     with monkeypatch.context() as patch:
-        patch.setattr(torch, name, runs_out)
+        patch.setattr(torch, name, failing_at(getattr(torch, name), failing, error=fault))
         yield
 
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from vllm.platforms import current_platform
 
+from tests.support.variables import set_variables
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin import background_compilation
 from vllm_prefixshare.vllm_plugin.hooks import selection
 from vllm_prefixshare.vllm_plugin.scheduling import order
@@ -136,9 +136,7 @@ def named(monkeypatch, tmp_path) -> None:
     """The Hopper kernel named, on a GPU that has it; folders for what is compiled."""
     hopper = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: hopper)
-    monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path))
-    monkeypatch.setenv("VLLM_PREFIXSHARE_KERNEL", "hopper")
-    settings.cache_clear()
+    set_variables(monkeypatch, CACHE=str(tmp_path), KERNEL="hopper")
 
 
 def test_a_named_kernel_that_does_not_compile_is_refused(named, monkeypatch, tmp_path):
@@ -178,8 +176,7 @@ def test_an_engine_waits_no_longer_than_it_should_for_a_named_kernel(named, monk
 def test_nobody_waits_under_auto_or_for_latents(started, monkeypatch):
     """Without a kernel, layers with latents keep the parent's backend."""
     assert background_compilation.start_kernels(LAYER, CONFIG) is None
-    monkeypatch.setenv("VLLM_PREFIXSHARE_KERNEL", "hopper")
-    settings.cache_clear()
+    set_variables(monkeypatch, KERNEL="hopper")
     latents = AttentionConfig(16, 1, 576, 64, kv_lora_rank=512)
     assert background_compilation.start_kernels(latents, CONFIG) is None
     assert len(started) == 2

@@ -6,7 +6,6 @@ import importlib.util
 import logging
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,8 +24,10 @@ from vllm.v1.attention.backends import registry as vllm_backends
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from tests.support.dummy_model import write_llama_8b
+from tests.support.processes import run_python
+from tests.support.variables import set_variables
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES, settings
+from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES
 from vllm_prefixshare.vllm_plugin import (
     CPU_BACKEND,
     FP8_MLA_BACKEND,
@@ -142,13 +143,7 @@ def test_two_installs_of_the_plugin_are_one(tmp_path):
         "print(len(found), hasattr(once, '__wrapped__'))"
     )
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_python(code, PYTHONPATH=path)
     number, twice = done.stdout.split("\n")[-2].split()
     assert int(number) >= 1, "importlib.metadata may list one distribution of a name"
     assert twice == "False"
@@ -163,8 +158,7 @@ def test_a_program_may_import_a_hooked_module_before_plugins_are_loaded():
         "from vllm_prefixshare.vllm_plugin.prompts import parts\n"
         "print(hasattr(module.MsgpackEncoder.encode, '__wrapped__'), parts._unavailable)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[-2] == "True set()"
+    assert run_python(code).stdout.split("\n")[-2] == "True set()"
 
 
 def test_the_backend_member_unpickles_where_no_plugin_was_loaded():
@@ -173,10 +167,7 @@ def test_the_backend_member_unpickles_where_no_plugin_was_loaded():
         "import pickle, sys; member = pickle.loads(bytes.fromhex(sys.argv[1]));"
         "print(member.name, member.get_class().get_name())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, data.hex()], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split()[-2:] == ["PREFIX_SHARE", "PREFIX_SHARE"]
+    assert run_python(code, data.hex()).stdout.split()[-2:] == ["PREFIX_SHARE", "PREFIX_SHARE"]
 
 
 def engine_args(**given: object) -> SimpleNamespace:
@@ -184,26 +175,21 @@ def engine_args(**given: object) -> SimpleNamespace:
     return SimpleNamespace(**{**defaults, **given})
 
 
-def test_the_environment_variable_chooses_the_backend(monkeypatch):
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "prefix_share")
-    args = engine_args()
+@pytest.mark.parametrize(
+    ("variable", "argument", "chosen"),
+    [
+        ("prefix_share", None, "PREFIX_SHARE"),
+        ("PREFIX_SHARE", "CPU_ATTN", "CPU_ATTN"),  # an argument wins
+        ("FLASH_ATTN", None, None),  # other backends are left to vLLM
+        ("FLASH_ATTN_VLLM_V1", None, None),  # one of an old release
+    ],
+)
+def test_the_environment_variable_chooses_our_backend(monkeypatch, variable, argument, chosen):
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", variable)
+    args = engine_args(attention_backend=argument)
     selection.choose_from_environment(args)
-    assert args.attention_backend is selection.backend_member()
-
-
-def test_an_argument_wins_over_the_environment_variable(monkeypatch):
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIX_SHARE")
-    args = engine_args(attention_backend="CPU_ATTN")
-    selection.choose_from_environment(args)
-    assert args.attention_backend == "CPU_ATTN"
-
-
-@pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASH_ATTN_VLLM_V1"])  # one is of an old release
-def test_other_backends_are_left_to_vllm(monkeypatch, name):
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", name)
-    args = engine_args()
-    selection.choose_from_environment(args)
-    assert args.attention_backend is None
+    ours = selection.backend_member()
+    assert args.attention_backend is (ours if chosen == "PREFIX_SHARE" else chosen)
 
 
 def test_a_misspelt_name_is_refused(monkeypatch):
@@ -240,8 +226,7 @@ def test_a_named_kernel_is_refused_before_weights_are_loaded(monkeypatch):
     platform = type(current_platform)
     monkeypatch.setattr(platform, "is_cpu", lambda *_: False)
     monkeypatch.setattr(platform, "is_device_capability", lambda *_: False)
-    monkeypatch.setenv("VLLM_PREFIXSHARE_KERNEL", "hopper")
-    settings.cache_clear()
+    set_variables(monkeypatch, KERNEL="hopper")
     config = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=None))
     with pytest.raises(PrefixShareError, match=r"KERNEL=hopper needs .* 9\.0: set it to auto"):
         selection._check_engine_config(config, frozenset(), offline=False)
@@ -302,8 +287,7 @@ def test_some_layers_are_served_on_gpus_only(monkeypatch, name, changes):
         monkeypatch.setattr(parent, ability, lambda *args: True)
     if name is not None:  # no engine on a GPU has run it
         assert declines(layer(**changes), on_gpu=True) is not None
-        monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", name)
-        settings.cache_clear()
+        set_variables(monkeypatch, EXPERIMENTAL=name)
     assert declines(layer(**changes), on_gpu=True) is None
     assert declines(layer(**changes), on_gpu=False) is not None, "a CPU"
     other = {"kv_cache_dtype": "fp8_e5m2", "head_size": 520, "attn_type": "encoder_only"}
@@ -445,8 +429,7 @@ def test_refused_layers_keep_the_stock_backend_unless_strict(monkeypatch):
     assert ours == CPU_BACKEND
     other = CpuPlatform.get_attn_backend_cls(selection.backend_member(), layer(head_size=48), 9)
     assert other.endswith("CPUAttentionBackend")
-    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
-    settings.cache_clear()
+    set_variables(monkeypatch, STRICT="1")
     with pytest.raises(PrefixShareError, match="head_dim 48"):
         CpuPlatform.get_attn_backend_cls(selection.backend_member(), layer(head_size=48), 9)
 
@@ -596,7 +579,7 @@ assert "vllm_prefixshare.wrapper" not in sys.modules
 from vllm.v1.worker.block_table import BlockTable
 assert hasattr(BlockTable.__init__, "__wrapped__")
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run_python(code)
 
 
 @pytest.mark.parametrize(

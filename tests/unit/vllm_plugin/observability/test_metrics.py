@@ -9,6 +9,7 @@ import sys
 import time
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm import config as vllm_config
 
+from tests.support.processes import run_python
 from vllm_prefixshare import prompt_stats
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
@@ -266,6 +268,7 @@ def test_where_vllm_has_a_folder_the_counters_are_there(monkeypatch, tmp_path):
 
 # -- faults
 
+FULL = Mock(side_effect=OSError(28, "No space left on device"))
 FULL_DISK = """
 import os, sys, time
 from pathlib import Path
@@ -309,21 +312,15 @@ def test_a_full_disk_does_not_end_the_process(tmp_path):
 
 
 def test_a_folder_that_cannot_be_made_costs_the_metrics_alone(monkeypatch, caplog, registry):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(metrics.tempfile, "TemporaryDirectory", full)
+    monkeypatch.setattr(metrics.tempfile, "TemporaryDirectory", FULL)
     metrics.expose()
     assert settings().metrics is None
     assert "No PREFIX_SHARE metrics on /metrics: [Errno 28]" in caplog.text
 
 
 def test_a_named_folder_on_a_full_disk_is_taken(monkeypatch, tmp_path):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setenv(metrics.VARIABLE, str(tmp_path))
-    monkeypatch.setattr(metrics.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(metrics.tempfile, "TemporaryFile", FULL)
     assert metrics.named_folder() == tmp_path
 
 
@@ -448,9 +445,7 @@ else:
 
 
 def test_a_server_started_by_another_has_its_own_counts():
-    program = [sys.executable, "-c", INHERITS, "parent", INHERITS]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    done = run_python(INHERITS, "parent", INHERITS, timeout=240)
     assert "child is well" in done.stdout, done.stderr
 
 
@@ -619,10 +614,7 @@ assert REGISTRY.get_sample_value(
 
 
 def test_a_front_end_and_an_engine_core_that_it_forked_publish_both():
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
+    run_python(FORKS, timeout=240)
 
 
 def test_warm_ups_may_overlap_and_a_forked_process_is_in_none():

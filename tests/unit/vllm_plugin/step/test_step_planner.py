@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.planning_cases import LinearCost
+from tests.support.variables import set_variables
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.planning.unshared import NO_COMMON_PREFIX, SHARING_OFF, Unshared
-from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.observability.stats import BackendStats, warming_up
 from vllm_prefixshare.vllm_plugin.step import planner
 
@@ -20,8 +20,7 @@ CONFIG = SimpleNamespace(
 
 
 def share(monkeypatch: pytest.MonkeyPatch, asked: str) -> str:
-    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", asked)
-    settings.cache_clear()
+    set_variables(monkeypatch, SHARE=asked)
     return planner.planner_for(TorchExecutor(SHAPE), SHAPE, CONFIG).config.share
 
 

@@ -16,7 +16,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-from vllm_prefixshare.settings import settings
+from tests.support.variables import set_variables
 from vllm_prefixshare.vllm_plugin.backends.cpu import backend as cpu
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
 from vllm_prefixshare.vllm_plugin.step import host_tables
@@ -89,8 +89,7 @@ class Runner:
 
 @pytest.fixture
 def runner(monkeypatch) -> Runner:
-    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
-    settings.cache_clear()
+    set_variables(monkeypatch, SHARE="always")
     runner = Runner()
     STATS.reset()
     return runner
