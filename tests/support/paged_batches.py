@@ -66,6 +66,13 @@ class PagedBatch:
         q = torch.randn(sum(counts), *self.q.shape[1:]).to(self.q.dtype)
         return replace(self, q=q, query_start_loc=starts)
 
+    def rows(self, rows: slice | list[int]) -> "PagedBatch":
+        """Some requests of a batch with one query token each, in this order."""
+        lens = self.seq_lens[rows]
+        starts = np.arange(len(lens) + 1, dtype=np.int32)
+        tables = {"block_table": self.block_table[rows], "seq_lens": lens}
+        return replace(self, q=self.q[rows], query_start_loc=starts, **tables)
+
     def without_passed_blocks(self, window: int) -> "PagedBatch":
         """The batch with a null block in place of each block that no query of its request sees."""
         size, queries = self.k_cache.shape[1], int(np.diff(self.query_start_loc).max())

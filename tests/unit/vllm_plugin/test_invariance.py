@@ -4,7 +4,6 @@ Our portable kernel runs under Triton's interpreter. FlashAttention does not run
 marks the rows that it is asked for.
 """
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,13 +12,22 @@ import torch
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from tests.support.paged_batches import PagedBatch, relative_error
-from tests.unit.vllm_plugin.backends.cuda import test_cuda_backend as plain
-from tests.unit.vllm_plugin.backends.cuda.test_cuda_backend import Group, shared_batch, vllm_config
+from tests.support.gpu_backend import (
+    BLOCK,
+    MAX_REQS,
+    WITHOUT_GPU,
+    Group,
+    interpret,
+    shared_batch,
+    vllm_config,
+)
+from tests.support.paged_batches import relative_error
+from tests.support.variables import set_variables
 from vllm_prefixshare import PrefixShareError
+from vllm_prefixshare.kernels.portable.launch import PortableKernel
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.settings import settings
-from vllm_prefixshare.vllm_plugin import invariance
+from vllm_prefixshare.vllm_plugin import invariance, register
 from vllm_prefixshare.vllm_plugin.backends import common
 from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine, LayerSpec
@@ -29,14 +37,15 @@ from vllm_prefixshare.vllm_plugin.hooks import runners, selection
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
 from vllm_prefixshare.vllm_plugin.step import gpu_builder
 
-pytestmark = plain.pytestmark
-_interpreter = plain._interpreter
+pytestmark = WITHOUT_GPU
 PIECE = 32
 
 
 @pytest.fixture(autouse=True)
 def _invariant(monkeypatch):
     """Batch invariance, with pieces of two blocks."""
+    register.register()
+    interpret(monkeypatch, PortableKernel)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     monkeypatch.setattr(invariance, "MIN_PIECE", PIECE)
     monkeypatch.setattr(invariance, "KV_TILE", PIECE)
@@ -69,21 +78,9 @@ def test_a_larger_engine_in_one_process_gets_partial_results_of_its_own(monkeypa
     several = vllm_config()
     several.scheduler_config.max_num_seqs *= 64
     several.cache_config.num_gpu_blocks *= 64
-    monkeypatch.setattr(plain, "vllm_config", lambda drafts: several)
-    larger = Group(monkeypatch)
+    larger = Group(monkeypatch, config=several)
     assert larger.impl.partials is not kept and len(larger.impl.partials.lse) > room
     assert first.impl.partials is kept and len(kept.lse) == room
-
-
-def some_of(batch: PagedBatch, rows: list[int]) -> PagedBatch:
-    """The same requests of a batch of one query each, in this order."""
-    return replace(
-        batch,
-        q=batch.q[rows],
-        block_table=batch.block_table[rows],
-        seq_lens=batch.seq_lens[rows],
-        query_start_loc=np.arange(len(rows) + 1, dtype=np.int32),
-    )
 
 
 def cuts_of(plan: DecodePlan, row: int) -> list[tuple[int, int]]:
@@ -108,9 +105,8 @@ def test_a_request_has_the_same_plan_and_the_same_bits_in_every_batch(monkeypatc
     for rows in ([0], [3], [0, 1, 2, 3, 4, 5], [5, 3, 0], [1, 2, 4, 5, 0]):
         group = Group(monkeypatch)
         assert group.builder.planner.decode_planner.config.kv_chunk_size == PIECE
-        batch = some_of(whole, rows)
-        group.start(batch)
-        metadata = group.builder.build(0, group.common(batch))
+        batch = whole.rows(rows)
+        metadata = group.started(batch)
         out = group.forward(batch, metadata, len(rows))
         shared += len(group.builder.planner.current.shared_rows)
         for row, i in enumerate(rows):
@@ -139,11 +135,10 @@ def test_growing_requests_are_planned_anew_where_one_reaches_its_next_piece(monk
 def test_the_room_that_is_reserved_holds_every_plan(monkeypatch):
     group = Group(monkeypatch)
     room = group.builder.executor._capacity
-    assert room.max_partials >= plain.MAX_REQS * 12 * plain.BLOCK // PIECE
-    batch = shared_batch([190] * plain.MAX_REQS)
-    batch.block_table[:, 3:] = np.arange(1, 9 * plain.MAX_REQS + 1).reshape(-1, 9)
-    group.start(batch)
-    group.builder.build(0, group.common(batch))
+    assert room.max_partials >= MAX_REQS * 12 * BLOCK // PIECE
+    batch = shared_batch([190] * MAX_REQS)
+    batch.block_table[:, 3:] = np.arange(1, 9 * MAX_REQS + 1).reshape(-1, 9)
+    group.started(batch)
     assert STATS.plans == 1 and not STATS.fallbacks
     assert not group.builder.planner.decode_planner.counters.fallbacks
 
@@ -181,7 +176,7 @@ def test_a_prompt_token_that_comes_alone_runs_in_flash_attention(monkeypatch, mi
     out = group.forward(batch, metadata, len(batch.q))
     by_flash_attention = (out == 7).flatten(1).all(dim=1)
     assert by_flash_attention.tolist() == [False, True, False, True] + [True] * 30 * mixed
-    decodes = some_of(plain.part_of(batch, slice(0, 4)), [0, 2])
+    decodes = batch.rows([0, 2])
     assert relative_error(out[[0, 2]], decodes.expected()[0]) < 2e-3
     assert len(calls) == 1 + mixed
     common.is_prefilling = torch.tensor([False] * 4 + [True] * mixed)
@@ -222,8 +217,7 @@ def test_batch_invariance_is_served_except_for_latents():
 
 @pytest.mark.parametrize("divider", ["auto", "batch_invariant", "flashforge"])
 def test_another_divider_is_refused(monkeypatch, divider):
-    monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", divider)
-    settings.cache_clear()
+    set_variables(monkeypatch, DIVIDER=divider)
     if divider != "flashforge":
         return selection.check_settings()
     with pytest.raises(PrefixShareError, match="needs the divider batch_invariant: unset"):
@@ -243,7 +237,7 @@ def test_pieces_get_longer_where_requests_may_be_long(monkeypatch, longest, piec
     assert invariance.piece_tokens(config) == piece
     assert invariance.piece_limits(config, 16) == (pieces, 120 * 16 // piece)
     config.cache_config.num_gpu_blocks = None
-    assert invariance.piece_limits(config, 16) == (pieces, plain.MAX_REQS * pieces)
+    assert invariance.piece_limits(config, 16) == (pieces, MAX_REQS * pieces)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     assert invariance.piece_limits(config, 16) is None
 

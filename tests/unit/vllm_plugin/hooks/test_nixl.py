@@ -18,12 +18,11 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
 
-# without a GPU, test_mla_backend prepares the import of the backends of MLA
-from tests.unit.vllm_plugin.backends.mla.test_mla_backend import flashattn_mla, unquantized
-from tests.unit.vllm_plugin.backends.mla.test_mla_fp8_backend import fp8
+from tests.support.latent_backend import flashattn_mla
 from vllm_prefixshare.vllm_plugin import register
 from vllm_prefixshare.vllm_plugin.backends.cpu.backend import PrefixShareCPUBackend
 from vllm_prefixshare.vllm_plugin.backends.cuda.backend import PrefixShareCUDABackend
+from vllm_prefixshare.vllm_plugin.backends.mla import fp8, unquantized
 
 #: Ours, and the backend of vLLM with the same KV-cache layout.
 PAIRS = [

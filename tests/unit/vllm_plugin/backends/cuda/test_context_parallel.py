@@ -16,11 +16,24 @@ from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker import workspace
 
+from tests.support.gpu_backend import (
+    BLOCK,
+    CPU,
+    HEAD_DIM,
+    SPEC,
+    WITHOUT_GPU,
+    Group,
+    interpret,
+    shard_of,
+    shared_batch,
+    vllm_config,
+)
 from tests.support.paged_batches import PagedBatch, relative_error
-from tests.unit.vllm_plugin.backends.cuda import test_cuda_backend as one_rank
+from tests.support.variables import set_variables
 from vllm_prefixshare.cli.served import falls_back
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.settings import settings
+from vllm_prefixshare.kernels.portable.launch import PortableKernel
+from vllm_prefixshare.vllm_plugin import register
 from vllm_prefixshare.vllm_plugin.backends.context_parallel import check_collectives
 from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
 from vllm_prefixshare.vllm_plugin.eligibility import measured
@@ -29,11 +42,16 @@ from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
 from vllm_prefixshare.vllm_plugin.step.shards import Interleaved
 
-pytestmark = one_rank.pytestmark
-_interpreter = one_rank._interpreter
-BLOCK, HEAD_DIM, MAX_TOKENS = one_rank.BLOCK, one_rank.HEAD_DIM, 64
+pytestmark = WITHOUT_GPU
+MAX_TOKENS = 64
 #: query heads of a rank, which all share one KV head
 HEADS = 2
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    register.register()
+    interpret(monkeypatch, PortableKernel)
 
 
 @dataclass
@@ -63,15 +81,16 @@ class World:
         self.size, self.interleave, self.whole = size, interleave, whole
         self._monkeypatch = monkeypatch
         self._config = flash_attn_config(size, interleave)
-        monkeypatch.setattr(one_rank, "vllm_config", lambda drafts: self._config)
         monkeypatch.setattr(flash_attn, "get_current_vllm_config_or_none", lambda: self._config)
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # there is none
-        workspace.init_workspace_manager(one_rank.CPU)
-        spec = FullAttentionSpec(**{**one_rank.SPEC, "num_kv_heads": 1})
+        workspace.init_workspace_manager(CPU)
+        spec = FullAttentionSpec(**{**SPEC, "num_kv_heads": 1})
         self.groups = []
         for rank in range(size):
             self.be(rank)
-            group = one_rank.Group(monkeypatch, spec=spec, num_heads=HEADS, num_kv_heads=1)
+            group = Group(
+                monkeypatch, spec=spec, config=self._config, num_heads=HEADS, num_kv_heads=1
+            )
             assert group.impl.shares
             assert group.builder.executor.attention.num_qo_heads == HEADS * size
             group.start(self.shard(rank))
@@ -82,17 +101,8 @@ class World:
         group = StandIn(self.size, rank, self.whole.q)
         self._monkeypatch.setattr(parallel_state, "_DCP", group)
 
-    def holds(self, rank: int, position: int) -> bool:
-        """Whether a rank holds the token at a position."""
-        return position // self.interleave % self.size == rank
-
     def shard(self, rank: int) -> PagedBatch:
-        """What a rank holds, found token by token."""
-        own = [o for o in range(BLOCK * self.size) if self.holds(rank, o)]
-        held = [sum(self.holds(rank, p) for p in range(n)) for n in self.whole.seq_lens]
-        k_cache, v_cache = (c[:, own] for c in (self.whole.k_cache, self.whole.v_cache))
-        lens = np.array(held, np.int32)
-        return replace(self.whole, k_cache=k_cache, v_cache=v_cache, seq_lens=lens)
+        return shard_of(self.whole, self.size, rank, self.interleave)
 
     def metadata(self, rank: int, padding: int = 0):
         """The step's metadata on a rank, from lengths as vLLM passes them."""
@@ -140,16 +150,15 @@ def vllms_combine():
 
 
 def flash_attn_config(size: int, interleave: int) -> SimpleNamespace:
-    config = one_rank.vllm_config()
-    config.parallel_config.decode_context_parallel_size = size
-    config.parallel_config.cp_kv_cache_interleave_size = interleave
-    config.scheduler_config.max_num_batched_tokens = MAX_TOKENS
-    return config
+    sizes = {"decode_context_parallel_size": size, "cp_kv_cache_interleave_size": interleave}
+    return vllm_config(
+        parallel_config=sizes, scheduler_config={"max_num_batched_tokens": MAX_TOKENS}
+    )
 
 
 def whole_batch(size: int, seq_lens: list[int], counts: list[int] | None = None) -> PagedBatch:
     """Requests that share their first three blocks, each of which is spread over all ranks."""
-    batch = one_rank.shared_batch(seq_lens, counts)
+    batch = shared_batch(seq_lens, counts)
     cache = torch.randn(2, 120, BLOCK * size, 1, HEAD_DIM).half()
     q = torch.randn(len(batch.q), HEADS * size, HEAD_DIM).half()
     return replace(batch, q=q, k_cache=cache[0], v_cache=cache[1])
@@ -173,11 +182,8 @@ def test_lengths_of_shards(size, interleave):
     ("size", "interleave", "divider"), [(2, 1, None), (2, BLOCK, "flashforge"), (3, 4, None)]
 )
 def test_ranks_together_see_every_token(monkeypatch, size, interleave, divider):
-    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
-    monkeypatch.setenv("VLLM_PREFIXSHARE_CHECK_PLANS", "1")
-    if divider:
-        monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", divider)
-    settings.cache_clear()
+    chosen = {"DIVIDER": divider} if divider else {}
+    set_variables(monkeypatch, SHARE="always", CHECK_PLANS="1", **chosen)
     # the last two begin with empty shards, which later steps fill under the same plan
     whole = whole_batch(size, [180, 233, 155, 1, size])
     whole.block_table[3:, 0] = [118, 119]
@@ -247,9 +253,8 @@ def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, draf
     monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
     available = "is_flash_attn_varlen_func_available"
     monkeypatch.setattr(flash_attn, available, lambda: True, raising=False)
-    monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", "alibi")
-    settings.cache_clear()
-    config = one_rank.vllm_config(drafts)
+    set_variables(monkeypatch, EXPERIMENTAL="alibi")
+    config = vllm_config(drafts)
     monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(measured, "shortest_window", lambda attention: 64)
     shape = {"num_heads": HEADS, "head_size": HEAD_DIM, "scale": 0.1, "num_kv_heads": 1}

@@ -5,7 +5,6 @@ prefill rows only the metadata that it would get is checked.
 """
 
 import json
-import sys
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -16,27 +15,39 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
+from tests.support.faults import failing_at
+from tests.support.gpu_backend import (
+    BLOCK,
+    CPU,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    MAX_REQS,
+    PATCHED,
+    SPEC,
+    WITHOUT_GPU,
+    Group,
+    estimated_cost,
+    interpret,
+    share_whatever_it_costs,
+    shared_batch,
+    vllm_config,
+)
 from tests.support.paged_batches import PagedBatch, relative_error
-from tests.support.portable_kernel import H100_SHARED_MEMORY
+from tests.support.variables import set_variables
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.kernels import gpu_executor as gpu
 from vllm_prefixshare.kernels.cache_write import CacheWrite
-from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.portable import launch as portable_launch
-from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.planning.planner import PLANNING_FAILED
-from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin import register
-from vllm_prefixshare.vllm_plugin.backends import common as backends_common
 from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
 from vllm_prefixshare.vllm_plugin.backends.cuda import metadata as cuda_metadata
 from vllm_prefixshare.vllm_plugin.eligibility import measured
@@ -53,249 +64,46 @@ from vllm_prefixshare.vllm_plugin.step import (
     planner,
 )
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="tests/gpu runs the backend in a real engine"
-)
-HEADS, KV_HEADS, HEAD_DIM, BLOCK = 4, 2, 64, 16
-MAX_REQS = 8
-CPU = torch.device("cpu")
-PATCHED = hasattr(CommonAttentionMetadata, "block_table_cpu")
-SPEC = {
-    "block_size": BLOCK,
-    "num_kv_heads": KV_HEADS,
-    "head_size": HEAD_DIM,
-    "dtype": torch.float16,
-}
+pytestmark = WITHOUT_GPU
 
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch):
-    """Make the executor treat the CPU as a GPU with four multiprocessors."""
     register.register()
-    h100 = Gpu((9, 0), 4, H100_SHARED_MEMORY)
-
-    def choose(attention, device, kernel, query_len):
-        return Choice(portable_launch.PortableKernel(attention, query_len, h100), None)
-
-    monkeypatch.setattr(gpu, "choose_kernel", choose)
-    for module in (backends_common, measured):
-        serves = "kernels_that_may_serve"
-        monkeypatch.setattr(module, serves, lambda *layer: [choose(*layer).kernel])
-    monkeypatch.setattr(planner, "cost_model", lambda attention, kernel, log: analytic(attention))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for module in (backends_common, measured):
-        monkeypatch.setattr(module, "this_device", lambda: CPU)
-    STATS.reset()
+    interpret(monkeypatch, portable_launch.PortableKernel)
 
 
-def analytic(attention):
-    from vllm_prefixshare.planning.costs.roofline import analytic_cost
-
-    return analytic_cost(attention, "hopper")
-
-
-def vllm_config(num_speculative_tokens: int = 0) -> SimpleNamespace:
-    """The fields of a ``VllmConfig`` that the builder and the layer read."""
-    speculative = SimpleNamespace(
-        num_speculative_tokens=num_speculative_tokens, parallel_drafting=False
-    )
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            get_num_attention_heads=lambda parallel: HEADS,
-            get_num_kv_heads=lambda parallel: KV_HEADS,
-            get_head_size=lambda: HEAD_DIM,
-            dtype=torch.float16,
-            rswa_window=None,
-            is_mm_prefix_lm=False,
-            is_diffusion=False,
-            max_model_len=12 * BLOCK,
-            is_hybrid=False,
-        ),
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            pipeline_parallel_size=1,
-            cp_kv_cache_interleave_size=1,
-            dcp_comm_backend="ag_rs",
-            use_ubatching=False,
-        ),
-        cache_config=SimpleNamespace(
-            cache_dtype="auto",
-            block_size=BLOCK,
-            num_gpu_blocks=120,
-            kv_cache_dtype_skip_layers=[],
-            enable_prefix_caching=True,
-        ),
-        compilation_config=SimpleNamespace(
-            cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE,
-            cudagraph_capture_sizes=[MAX_REQS],
-            max_cudagraph_capture_size=MAX_REQS,
-            static_forward_context={},
-        ),
-        attention_config=SimpleNamespace(
-            flash_attn_max_num_splits_for_cuda_graph=32, flash_attn_version=None
-        ),
-        scheduler_config=SimpleNamespace(
-            max_num_batched_tokens=8192, max_num_seqs=MAX_REQS, async_scheduling=True
-        ),
-        speculative_config=speculative if num_speculative_tokens else None,
-        kernel_config=SimpleNamespace(enable_jit_warmup=False),
-    )
+@pytest.fixture
+def group(monkeypatch) -> Group:
+    return Group(monkeypatch)
 
 
-class Group:
-    """One KV-cache group with one layer, its cache and its V2 block tables."""
+#: FULL graphs of mixed steps
+FULL_GRAPHS = {"cudagraph_mode": CUDAGraphMode.FULL, "cudagraph_capture_sizes": [8, 96]}
+FP8 = torch.float8_e4m3fn
+FP8_SPEC = FullAttentionSpec(**{**SPEC, "dtype": torch.uint8})
 
-    block_size = BLOCK
 
-    def __init__(
-        self,
-        monkeypatch,
-        num_speculative_tokens: int = 0,
-        spec: KVCacheSpec | None = None,
-        stages: int = 1,
-        scales: dict[str, object] | None = None,
-        **layer_args: object,
-    ) -> None:
-        self.config = vllm_config(num_speculative_tokens)
-        self.config.parallel_config.pipeline_parallel_size = stages
-        monkeypatch.setattr(cuda, "get_current_vllm_config", lambda: self.config)
-        arguments = {
-            "num_heads": HEADS,
-            "head_size": HEAD_DIM,
-            "scale": HEAD_DIM**-0.5,
-            "num_kv_heads": KV_HEADS,
-            "alibi_slopes": None,
-            "sliding_window": None,
-            "kv_cache_dtype": "auto",
-        }
-        self.impl = cuda.PrefixShareCUDAImpl(**{**arguments, **layer_args})
-        layer = self.layer = Attention.__new__(Attention)
-        torch.nn.Module.__init__(layer)
-        layer.impl = self.impl
-        layer.kv_cache = torch.zeros(8, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.float16)
-        for letter in "qkv":
-            scale = torch.tensor((scales or {}).get(letter, 1.0))
-            setattr(layer, f"_{letter}_scale", scale)
-        self.config.compilation_config.static_forward_context["layer"] = layer
-        spec = spec or FullAttentionSpec(**SPEC)
-        self.builder = cuda_metadata.PrefixShareMetadataBuilder(spec, ["layer"], self.config, CPU)
-        self.tables = SimpleNamespace(
-            max_num_reqs=MAX_REQS,
-            input_block_tables=[torch.zeros(MAX_REQS, 64, dtype=torch.int32)],
-        )
-        host_tables.HOST_TABLES.keep_v2_tables(self.tables)
+def let_flash_attention_serve_extras(monkeypatch) -> None:
+    """Let FLASH_ATTN find what it needs for attention sinks and fp8 KV caches."""
+    for name in (
+        "flash_attn_supports_sinks",
+        "flash_attn_supports_kv_cache_dtype",
+        "is_flash_attn_varlen_func_available",
+    ):
+        monkeypatch.setattr(flash_attn, name, lambda *args, **kwargs: True, raising=False)
 
-    def start(self, batch: PagedBatch) -> None:
-        """Assign the requests of ``batch`` to slots in reverse order."""
-        self.slots = np.arange(len(batch.seq_lens))[::-1].copy()
-        for row, slot in enumerate(self.slots):
-            used = -(-int(batch.seq_lens[row]) // self.block_size)
-            ids = batch.block_table[row, :used].tolist()
-            host_tables.note_block_ids(self.tables, int(slot), (ids,), overwrite=True)
-        host_tables.note_batch(self.tables, self.slots)
 
-    def common(self, batch: PagedBatch, padding: int = 0) -> CommonAttentionMetadata:
-        """The step's metadata, padded as for a full CUDA graph."""
-        n = len(batch.seq_lens)
-        table = self.tables.input_block_tables[0]
-        table[:n, : batch.block_table.shape[1]] = torch.from_numpy(batch.block_table)
-        table[n:] = 0
-        starts = np.pad(batch.query_start_loc, (0, padding), mode="edge")
-        lens = torch.from_numpy(np.pad(batch.seq_lens, (0, padding)))
-        num_tokens = int(starts[-1]) + padding
-        common = CommonAttentionMetadata(
-            query_start_loc=torch.from_numpy(starts),
-            query_start_loc_cpu=torch.from_numpy(starts),
-            seq_lens=lens,
-            seq_lens_cpu_upper_bound=lens,
-            num_reqs=n + padding,
-            num_actual_tokens=num_tokens,
-            max_query_len=int(np.diff(starts).max()),
-            max_seq_len=int(lens.max()),
-            block_table_tensor=table[: n + padding],
-            slot_mapping=torch.full((num_tokens,), -1),
-        )
-        if PATCHED:
-            self.pass_host_table(common)
-        return common
-
-    def pass_host_table(self, common: CommonAttentionMetadata) -> None:
-        """Add the host's block table to the metadata, as the V2 runner of a patched vLLM does."""
-        slots = self.tables.prefixshare_slots
-        batch = slots.batch
-        common.req_idx = np.arange(common.num_reqs) if batch is None else batch
-        common.req_serials = None if batch is None else slots.ids[batch]
-        copies = self.tables.prefixshare_copies  # no copies where no layer is served
-        common.block_table_cpu = copies[0].block_table if copies else None
-        if copies and batch is None:
-            common.block_table_cpu = np.empty((0, 0), np.int32)
-
-    def forward(self, batch: PagedBatch, metadata: object, num_tokens: int) -> torch.Tensor:
-        """Output of all rows; rows that were not written are NaN."""
-        caches = [batch.k_cache, batch.v_cache]
-        if caches[0].element_size() == 1:
-            caches = [cache.view(torch.uint8) for cache in caches]
-        cache = torch.cat(caches, dim=-1).transpose(1, 2)  # packed as in vLLM
-        q = torch.zeros(num_tokens, HEADS, HEAD_DIM, dtype=torch.float16).to(batch.q.dtype)
-        q[: len(batch.q)] = batch.q
-        out = torch.full(q.shape, torch.nan, dtype=torch.float16)
-        k = v = torch.zeros(num_tokens, KV_HEADS, HEAD_DIM, dtype=torch.float16)
-        return self.impl.forward(self.layer, q, k, v, cache, metadata, out)
-
-    def assert_right(self, batch: PagedBatch) -> None:
-        """Build the step's metadata, run the layer, and compare the output with float64."""
-        metadata = self.builder.build(0, self.common(batch))
-        out = self.forward(batch, metadata, len(batch.q))
-        assert relative_error(out, batch.expected()[0]) < 2e-3
+def assert_of_flash_attention(metadata: object) -> None:
+    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
 
 
 def planned(monkeypatch, seq_lens: list[int]) -> tuple[Group, PagedBatch]:
     """A group that has a plan for a batch with these lengths."""
     group = Group(monkeypatch)
     batch = shared_batch(seq_lens)
-    group.start(batch)
-    group.builder.build(0, group.common(batch))
+    group.started(batch)
     return group, batch
-
-
-def shared_batch(seq_lens: list[int], counts: list[int] | None = None) -> PagedBatch:
-    """Requests that share their first three blocks."""
-    rng = np.random.default_rng(0)
-    torch.manual_seed(0)
-    counts = counts or [1] * len(seq_lens)
-    blocks = rng.permutation(np.arange(1, 120)).astype(np.int32)
-    table = blocks[: len(seq_lens) * 12].reshape(len(seq_lens), 12).copy()
-    table[:, :3] = table[0, :3]
-    cache = torch.randn(2, 120, BLOCK, KV_HEADS, HEAD_DIM).half()
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    q = torch.randn(int(starts[-1]), HEADS, HEAD_DIM).half()
-    return PagedBatch(
-        q=q,
-        k_cache=cache[0],
-        v_cache=cache[1],
-        block_table=table,
-        seq_lens=np.array(seq_lens, np.int32),
-        query_start_loc=starts,
-    )
-
-
-def part_of(batch: PagedBatch, rows: slice) -> PagedBatch:
-    """Some requests of a batch with one query each."""
-    return replace(
-        batch,
-        q=batch.q[rows],
-        block_table=batch.block_table[rows],
-        seq_lens=batch.seq_lens[rows],
-        query_start_loc=np.arange(len(batch.seq_lens[rows]) + 1, dtype=np.int32),
-    )
-
-
-def share_whatever_it_costs(monkeypatch) -> None:
-    """Share always: for so few tokens the default divider finds reading twice cheaper."""
-    monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", "flashforge")
-    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
-    settings.cache_clear()
 
 
 def test_a_padded_decode_batch_runs_under_one_plan_while_it_grows(monkeypatch):
@@ -304,7 +112,7 @@ def test_a_padded_decode_batch_runs_under_one_plan_while_it_grows(monkeypatch):
     batch = shared_batch([70, 90, 61, 55])
     group.start(batch)
     for _ in range(3):
-        metadata = group.builder.build(0, group.common(batch, padding=2))
+        metadata = group.build(batch, padding=2)
         assert metadata.prefill_metadata is None
         assert metadata.num_planned_tokens == 6
         out = group.forward(batch, metadata, 6)
@@ -318,11 +126,12 @@ def test_a_padded_decode_batch_runs_under_one_plan_while_it_grows(monkeypatch):
 
 def test_batches_that_take_turns_in_a_pipeline_keep_their_plans(monkeypatch):
     share_whatever_it_costs(monkeypatch)
-    group = Group(monkeypatch, stages=2)
+    config = vllm_config(parallel_config={"pipeline_parallel_size": 2})
+    group = Group(monkeypatch, config=config)
     whole = shared_batch([70, 90, 61, 55])
     group.start(whole)
     slots = group.slots
-    parts = [part_of(whole, rows) for rows in (slice(0, 2), slice(2, 4))]
+    parts = [whole.rows(slice(0, 2)), whole.rows(slice(2, 4))]
     for _ in range(3):
         for rows, batch in zip((slots[:2], slots[2:]), parts, strict=True):
             host_tables.note_batch(group.tables, rows)
@@ -345,8 +154,7 @@ def test_vllms_own_cascade_is_not_used(monkeypatch):
     assert not group.builder.use_cascade_attention(*args)
 
 
-def test_a_captured_launch_reads_an_empty_plan(monkeypatch):
-    group = Group(monkeypatch)
+def test_a_captured_launch_reads_an_empty_plan(group):
     batch = shared_batch([70, 90])
     host_tables.note_batch(group.tables, None)
     metadata = group.builder.build_for_cudagraph_capture(group.common(batch))
@@ -358,7 +166,7 @@ def test_a_captured_launch_reads_an_empty_plan(monkeypatch):
 def test_a_dummy_batch_reads_nothing_even_if_its_rows_look_real(monkeypatch):
     group, batch = planned(monkeypatch, [70, 90])
     host_tables.note_batch(group.tables, None)
-    metadata = group.builder.build(0, group.common(batch))
+    metadata = group.build(batch)
     assert group.forward(batch, metadata, 2).isnan().all()
     host_tables.note_batch(group.tables, group.slots)
     group.assert_right(batch)
@@ -369,8 +177,7 @@ def test_a_dummy_batch_reads_nothing_even_if_its_rows_look_real(monkeypatch):
 def test_a_request_that_overflowed_spoils_no_other(monkeypatch, divider, bad):
     # depth first puts private parts of several requests into one tile
     monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", divider)
-    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
-    settings.cache_clear()
+    set_variables(monkeypatch, SHARE="always")
     written = []
     monkeypatch.setattr(
         cuda.FlashAttentionImpl, "do_kv_cache_update", lambda *args: written.append(args)
@@ -382,8 +189,7 @@ def test_a_request_that_overflowed_spoils_no_other(monkeypatch, divider, bad):
     group.impl.do_kv_cache_update(None, None, batch.v_cache, None, None)
     batch = replace(batch, v_cache=written[0][3])
     assert batch.v_cache[last].abs().min() in (0, torch.finfo(torch.float16).max)
-    group.start(batch)
-    metadata = group.builder.build(0, group.common(batch))
+    metadata = group.started(batch)
     out = group.forward(batch, metadata, 4)
     others = [0, 2, 3]
     assert out.isfinite().all()
@@ -499,30 +305,29 @@ def test_drafts_that_are_rejected_ask_for_no_new_plan(monkeypatch, accepted):
             seq_lens=(lens + counts).astype(np.int32),
             query_start_loc=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
         )
-        group.builder.build(0, group.common(batch))
+        group.build(batch)
         lens += 1 + np.minimum(counts - 1, accepted)
     assert STATS.decode_steps == 20
     assert STATS.plans <= 4  # plans change because private parts grow
 
 
-@pytest.mark.parametrize("place", ["layout", "load"])
-def test_a_step_whose_plan_cannot_be_put_in_force_is_right(monkeypatch, place):
-    share_whatever_it_costs(monkeypatch)
+def planners_warnings(monkeypatch) -> list[str]:
     said: list[str] = []
     logger = SimpleNamespace(warning=said.append, info_once=lambda *_: None)
     monkeypatch.setattr(planner, "logger", lambda: logger)
+    return said
+
+
+@pytest.mark.parametrize("place", ["layout", "load"])
+def test_a_step_whose_plan_cannot_be_put_in_force_is_right(monkeypatch, place):
+    share_whatever_it_costs(monkeypatch)
+    said = planners_warnings(monkeypatch)
     group = Group(monkeypatch)
     executor = group.builder.executor
     owner = executor._kernel if place == "layout" else executor.workspace.plan
-    real, calls = getattr(owner, place), []
-
-    def fails_at_times(*args):
-        calls.append(args)
-        if len(calls) in (1, 4):  # the first plan, and that of the third step
-            raise torch.OutOfMemoryError("planted")
-        return real(*args)
-
-    monkeypatch.setattr(owner, place, fails_at_times)
+    fault = torch.OutOfMemoryError("planted")
+    # the first plan, and that of the third step
+    monkeypatch.setattr(owner, place, failing_at(getattr(owner, place), 1, 4, error=fault))
     for step, failed in enumerate((True, False, True, False)):
         group.start(batch := shared_batch([60 + 20 * step, 70, 80, 61][: 2 + step % 3]))
         before, plans = STATS.shared_steps, STATS.plans
@@ -537,20 +342,12 @@ def test_a_step_whose_plan_cannot_be_put_in_force_is_right(monkeypatch, place):
 @pytest.mark.parametrize("at", range(1, 5))
 def test_a_step_whose_planning_fails_is_right_and_the_next_shares_again(monkeypatch, at):
     share_whatever_it_costs(monkeypatch)
-    said: list[str] = []
-    logger = SimpleNamespace(warning=said.append, info_once=lambda *_: None)
-    monkeypatch.setattr(planner, "logger", lambda: logger)
+    said = planners_warnings(monkeypatch)
     group = Group(monkeypatch)
     # not of every planner: another one may still be compiling in the background
-    real, steps = group.builder.planner.decode_planner._make_plan, []
-
-    def fails_twice(*args):
-        steps.append(args)
-        if len(steps) in (at, at + 2):
-            raise IndexError("planted")
-        return real(*args)
-
-    monkeypatch.setattr(group.builder.planner.decode_planner, "_make_plan", fails_twice)
+    decode_planner = group.builder.planner.decode_planner
+    fails_twice = failing_at(decode_planner._make_plan, at, at + 2, error=IndexError("planted"))
+    monkeypatch.setattr(decode_planner, "_make_plan", fails_twice)
     failures = 0
     for step in range(1, 8):
         group.start(batch := shared_batch([60 + step, 70, 80, 61][: 2 + step % 3]))
@@ -570,7 +367,7 @@ def test_a_plan_is_made_anew_after_sleep(monkeypatch):
     arrays = group.builder.executor.workspace.plan.arrays
     for array in arrays.values():
         array.fill_(-1)
-    cache = group.config.compilation_config.static_forward_context["layer"].kv_cache
+    cache = group.layer.kv_cache
     cache.fill_(1.0)
     cache[3:5] = torch.tensor([torch.nan, torch.inf])[:, None, None, None]
     gpu_builder.after_wake_up()
@@ -580,8 +377,7 @@ def test_a_plan_is_made_anew_after_sleep(monkeypatch):
     assert STATS.plans == 2
 
 
-def test_prefill_rows_go_to_flash_attention(monkeypatch):
-    group = Group(monkeypatch)
+def test_prefill_rows_go_to_flash_attention(group):
     batch = shared_batch([70, 90, 100, 64], counts=[1, 1, 30, 64])
     group.start(batch)
     common = group.common(batch)
@@ -606,8 +402,9 @@ def worth_it(monkeypatch):
 
 @pytest.mark.usefixtures("worth_it")
 @pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_a_few_new_tokens_on_a_shared_context_are_planned_with_the_decodes(monkeypatch, runner):
-    group = Group(monkeypatch)
+def test_a_few_new_tokens_on_a_shared_context_are_planned_with_the_decodes(
+    group, monkeypatch, runner
+):
     counts = [1, 1, 5, 2, 16]
     batch = shared_batch([70, 90, 61, 55, 66], counts=counts)
     group.start(batch)
@@ -615,20 +412,15 @@ def test_a_few_new_tokens_on_a_shared_context_are_planned_with_the_decodes(monke
         table = host_tables.RowTable(batch.block_table)
         monkeypatch.setattr(host_tables.HOST_TABLES, "table_of", lambda common: table)
     for steps in (1, 2):
-        metadata = group.builder.build(0, group.common(batch))
+        metadata = group.build(batch)
         assert metadata.prefill_metadata is None
         assert metadata.num_planned_tokens == 25
         assert STATS.plans == STATS.shared_steps == steps  # such a plan is for one step
     out = group.forward(batch, metadata, 25)
     assert relative_error(out, batch.expected()[0]) < 2e-3
     assert STATS.kv_tokens_stock == 2 * sum(batch.seq_lens)
-    later = replace(
-        batch,
-        q=batch.q[:5],
-        seq_lens=batch.seq_lens + 1,
-        query_start_loc=np.arange(6, dtype=np.int32),
-    )
-    group.assert_right(later)
+    batch.seq_lens += 1
+    group.assert_right(batch.rows(slice(5)))
     assert STATS.plans == 3
 
 
@@ -648,11 +440,10 @@ def test_images_stay_with_their_requests(monkeypatch):
 def test_image_ranges_are_those_of_a_parts_own_tokens(monkeypatch):
     for module in ("vllm.utils.torch_utils", "vllm.v1.attention.backends.flash_attn"):
         monkeypatch.setattr(f"{module}.PIN_MEMORY", False)
-    config = vllm_config()
-    config.model_config.is_mm_prefix_lm = True
-    config.scheduler_config.max_num_batched_tokens = 256
-    monkeypatch.setattr(sys.modules[__name__], "vllm_config", lambda *_: config)
-    group = Group(monkeypatch)
+    config = vllm_config(
+        model_config={"is_mm_prefix_lm": True}, scheduler_config={"max_num_batched_tokens": 256}
+    )
+    group = Group(monkeypatch, config=config)
     batch = shared_batch([70, 90, 80], [1, 60, 10])
     group.start(batch)
     common = group.common(batch)
@@ -666,11 +457,9 @@ def test_image_ranges_are_those_of_a_parts_own_tokens(monkeypatch):
 
 
 @pytest.mark.usefixtures("worth_it")
-def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypatch):
-    group = Group(monkeypatch)
+def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(group):
     batch = shared_batch([70, 61, 76, 55], counts=[1, 5, 25, 2])
-    group.start(batch)
-    metadata = group.builder.build(0, group.common(batch))
+    metadata = group.started(batch)
     assert metadata.num_planned_tokens == 6
     metadata.rows.fill()
     assert metadata.local_seq_lens.tolist() == [70, 57, 58, 59, 60, 61]
@@ -681,10 +470,8 @@ def test_requests_after_one_with_many_new_tokens_go_to_flash_attention(monkeypat
 
 @pytest.mark.usefixtures("worth_it")
 @pytest.mark.parametrize("counts", [[1, 1, 30, 16], [40], [1, 70, 1]], ids=str)
-def test_a_step_that_fits_a_full_graph_is_planned_whole(monkeypatch, counts):
-    group = Group(monkeypatch)
-    compilation = group.config.compilation_config
-    compilation.cudagraph_mode, compilation.cudagraph_capture_sizes = CUDAGraphMode.FULL, [8, 96]
+def test_a_step_that_fits_a_full_graph_is_planned_whole(group, counts):
+    vars(group.config.compilation_config).update(FULL_GRAPHS)
     batch = shared_batch([70, 90, 61, 66][: len(counts)], counts=counts)
     group.start(batch)
     common = replace(group.common(batch), num_actual_tokens=80)
@@ -698,7 +485,7 @@ def test_a_step_that_fits_a_full_graph_is_planned_whole(monkeypatch, counts):
     # a decode step reads the same buffers: they are what a graph has captured
     decodes = shared_batch([72, 93])
     group.start(decodes)
-    later = group.builder.build(0, group.common(decodes))
+    later = group.build(decodes)
     assert later.kv_table.data_ptr() == metadata.kv_table.data_ptr()
     assert later.local_seq_lens.data_ptr() == metadata.local_seq_lens.data_ptr()
     assert relative_error(group.forward(decodes, later, 2), decodes.expected()[0]) < 2e-3
@@ -708,8 +495,7 @@ def test_a_step_that_fits_a_full_graph_is_planned_whole(monkeypatch, counts):
 
 
 @pytest.mark.usefixtures("worth_it")
-def test_a_dummy_batch_with_several_new_tokens_is_not_planned(monkeypatch):
-    group = Group(monkeypatch)
+def test_a_dummy_batch_with_several_new_tokens_is_not_planned(group):
     host_tables.note_batch(group.tables, None)
     metadata = group.builder.build(0, group.common(shared_batch([61, 66], counts=[5, 3])))
     assert metadata.num_planned_tokens == 0
@@ -717,8 +503,7 @@ def test_a_dummy_batch_with_several_new_tokens_is_not_planned(monkeypatch):
 
 
 @pytest.mark.usefixtures("worth_it")
-def test_padding_after_the_last_request_is_left_to_nobody(monkeypatch):
-    group = Group(monkeypatch)
+def test_padding_after_the_last_request_is_left_to_nobody(group):
     batch = shared_batch([61, 66], counts=[5, 3])
     group.start(batch)
     metadata = group.builder.build(0, replace(group.common(batch), num_actual_tokens=16))
@@ -765,15 +550,13 @@ def test_new_tokens_that_are_not_planned_go_to_flash_attention(monkeypatch, case
     elif case == "room":
         monkeypatch.setattr(first_step, "MAX_ROWS", 5)
     elif case == "batch_invariant":
-        monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", case)
-        settings.cache_clear()
+        set_variables(monkeypatch, DIVIDER=case)
     elif case == "short contexts":
         monkeypatch.setattr(first_step, "MIN_NUMBERS", 256 * (56 + 61 + 1))
     elif case == "portable":
         monkeypatch.setattr(cuda_metadata, "KERNELS", ("hopper",))
     group = Group(monkeypatch, num_speculative_tokens=3 if case == "drafts" else 0)
-    group.start(batch)
-    metadata = group.builder.build(0, group.common(batch))
+    metadata = group.started(batch)
     assert metadata.num_planned_tokens == 1
     assert metadata.prefill_metadata.seq_lens.tolist() == [61, 66]
 
@@ -782,8 +565,7 @@ def test_drafted_tokens_are_decoded_in_causal_order(monkeypatch):
     group = Group(monkeypatch, num_speculative_tokens=3)
     assert group.builder.reorder_batch_threshold == 4
     batch = shared_batch([70, 90, 61], counts=[4, 4, 2])
-    group.start(batch)
-    metadata = group.builder.build(0, group.common(batch))
+    metadata = group.started(batch)
     assert metadata.prefill_metadata is None
     out = group.forward(batch, metadata, 10)
     assert relative_error(out, batch.expected()[0]) < 2e-3
@@ -822,32 +604,24 @@ EXTRAS = {
 
 @pytest.mark.parametrize("name", EXTRAS)
 def test_a_layer_with_extras_is_served(monkeypatch, name):
-    monkeypatch.setattr(flash_attn, "flash_attn_supports_sinks", lambda: True, raising=False)
-    available = "is_flash_attn_varlen_func_available"
-    monkeypatch.setattr(flash_attn, available, lambda: True, raising=False)
-    supports = "flash_attn_supports_kv_cache_dtype"
-    monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
+    let_flash_attention_serve_extras(monkeypatch)
     share_whatever_it_costs(monkeypatch)
     changes, extras = EXTRAS[name]
     if name == "alibi":  # no engine on a GPU has run it
         assert not Group(monkeypatch, **changes).impl.shares
         assert list(STATS.fallbacks) == ["ALiBi slopes"]
-        monkeypatch.setenv("VLLM_PREFIXSHARE_EXPERIMENTAL", name)
-        settings.cache_clear()
-    batch = shared_batch([70, 90, 61, 55])
-    spec = FullAttentionSpec(**SPEC)
+        set_variables(monkeypatch, EXPERIMENTAL=name)
+    batch, spec = shared_batch([70, 90, 61, 55]), FullAttentionSpec(**SPEC)
     is_fp8 = name.startswith("fp8")
     if is_fp8:
-        batch = batch.as_type(torch.float8_e4m3fn, torch.float8_e4m3fn)
-        spec = FullAttentionSpec(**{**SPEC, "dtype": torch.uint8})
+        batch, spec = batch.as_type(FP8, FP8), FP8_SPEC
     group = Group(monkeypatch, spec=spec, **changes)
     assert group.impl.shares
     for letter in "qkv":
         value = getattr(extras, f"{letter}_scale")
         scale = torch.as_tensor(1.0 if value is None else value).clone()
         setattr(group.layer, f"_{letter}_scale", scale)
-    group.start(batch)
-    metadata = group.builder.build(0, group.common(batch))
+    metadata = group.started(batch)
     out = group.forward(batch, metadata, len(batch.q))
     wanted, _ = batch.expected(extras)
     assert relative_error(out, wanted) < 2e-3
@@ -861,18 +635,13 @@ def test_a_layer_with_extras_is_served(monkeypatch, name):
             group.forward(batch, metadata, len(batch.q))
 
 
-def quantised_group(monkeypatch, **scales: object) -> tuple[Group, PagedBatch]:
+def quantised_group(monkeypatch, config=None, **scales: object) -> tuple[Group, PagedBatch]:
     """A layer with an fp8 KV cache, and a batch for it."""
+    let_flash_attention_serve_extras(monkeypatch)
     takes = "supports_kv_cache_dtype"
     monkeypatch.setattr(flash_attn.FlashAttentionBackend, takes, lambda dtype: True)
-    supports = "flash_attn_supports_kv_cache_dtype"
-    monkeypatch.setattr(flash_attn, supports, lambda *args, **kwargs: True, raising=False)
-    fp8, batch = torch.float8_e4m3fn, shared_batch([70, 90])
-    batch = replace(
-        batch, q=batch.q.to(fp8), k_cache=batch.k_cache.to(fp8), v_cache=batch.v_cache.to(fp8)
-    )
-    spec = FullAttentionSpec(**{**SPEC, "dtype": torch.uint8})
-    group = Group(monkeypatch, spec=spec, kv_cache_dtype="fp8", scales=scales)
+    batch = shared_batch([70, 90]).as_type(FP8, FP8)
+    group = Group(monkeypatch, spec=FP8_SPEC, config=config, kv_cache_dtype="fp8", scales=scales)
     assert group.impl.shares
     group.start(batch)
     return group, batch
@@ -905,7 +674,7 @@ def test_scales_that_are_loaded_anew_are_checked_before_a_graph_replays(monkeypa
 @pytest.mark.parametrize("letter", "qkv")
 def test_another_tensor_of_a_scale_takes_its_place(monkeypatch, letter):
     group, batch = quantised_group(monkeypatch)
-    metadata = group.builder.build(0, group.common(batch))
+    metadata = group.build(batch)
     out = group.forward(batch, metadata, len(batch.q))
     setattr(group.layer, f"_{letter}_scale", torch.tensor(2.0))
     again = group.forward(batch, metadata, len(batch.q))
@@ -919,7 +688,7 @@ def test_another_tensor_of_a_scale_takes_its_place(monkeypatch, letter):
 
 def test_a_quantised_cache_is_cleaned_after_sleep(monkeypatch):
     group, _ = planned(monkeypatch, [70, 90])
-    layer = group.config.compilation_config.static_forward_context["layer"]
+    layer = group.layer
     layer.kv_cache = torch.arange(256, dtype=torch.uint8).view(2, 2, 2, 32)
     gpu_builder.after_wake_up()
     numbers = layer.kv_cache.view(torch.float8_e4m3fn).float()
@@ -938,10 +707,9 @@ def test_a_layer_that_is_not_served_keeps_flash_attention(monkeypatch, changes, 
     group = Group(monkeypatch, **changes)
     assert not group.impl.shares
     batch = shared_batch([70, 90])
-    metadata = group.builder.build(0, group.common(batch))
-    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
-    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
-    settings.cache_clear()
+    metadata = group.build(batch)
+    assert_of_flash_attention(metadata)
+    set_variables(monkeypatch, STRICT="1")
     with pytest.raises(PrefixShareError, match=reason):
         Group(monkeypatch, **changes)
 
@@ -949,7 +717,7 @@ def test_a_layer_that_is_not_served_keeps_flash_attention(monkeypatch, changes, 
 @pytest.fixture
 def windows(monkeypatch):
     """Serve sliding windows from 64 tokens on."""
-    monkeypatch.setattr(measured, "cost_model", lambda attention, kernel, log: analytic(attention))
+    monkeypatch.setattr(measured, "cost_model", estimated_cost)
     monkeypatch.setattr(measured, "min_window", lambda *arguments: 64)
     measured.shortest_window.cache_clear()
     yield
@@ -974,7 +742,7 @@ def test_a_sliding_window_moves_while_its_plan_holds(monkeypatch, windows):
         # as vLLM does, in the device's table only
         gone = np.maximum(batch.seq_lens - window, 0) // BLOCK
         batch.block_table = np.where(np.arange(held.shape[1]) < gone[:, None], 0, held)
-        metadata = group.builder.build(0, group.common(batch))
+        metadata = group.build(batch)
         out = group.forward(batch, metadata, len(batch.q))
         wanted, _ = batch.expected(sliding_window=window)
         assert relative_error(out, wanted) < 2e-3
@@ -1023,31 +791,25 @@ def test_doctor_knows_from_which_window_on_layers_are_served(windows):
 def test_a_window_that_is_not_served_keeps_flash_attention(
     monkeypatch, windows, drafts, hybrid, window, reason
 ):
-    made = vllm_config
-
-    def config(*arguments):
-        found = made(*arguments)
-        found.model_config.is_hybrid = hybrid
-        return found
-
-    monkeypatch.setattr(f"{__name__}.vllm_config", config)
+    config = vllm_config(drafts, model_config={"is_hybrid": hybrid})
     spec = SlidingWindowSpec(**SPEC, sliding_window=window)
-    group = Group(monkeypatch, drafts, spec=spec, sliding_window=window)
-    assert not group.impl.shares and list(STATS.as_dict()["fallbacks"]) == [reason]
+
+    def group() -> Group:
+        return Group(monkeypatch, spec=spec, config=config, sliding_window=window)
+
+    assert not group().impl.shares and list(STATS.as_dict()["fallbacks"]) == [reason]
     assert doctor_says(window, hybrid, drafts) == reason
-    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
-    settings.cache_clear()
+    set_variables(monkeypatch, STRICT="1")
     with pytest.raises(PrefixShareError, match=reason):
-        Group(monkeypatch, drafts, spec=spec, sliding_window=window)
+        group()
 
 
 def test_a_group_of_another_kind_of_cache_keeps_flash_attention(monkeypatch):
     group = Group(monkeypatch, spec=SlidingWindowSpec(**SPEC, sliding_window=64))
     batch = shared_batch([70, 90])
-    metadata = group.builder.build(0, group.common(batch))
-    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
-    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
-    settings.cache_clear()
+    metadata = group.build(batch)
+    assert_of_flash_attention(metadata)
+    set_variables(monkeypatch, STRICT="1")
     with pytest.raises(PrefixShareError, match="a KV cache of SlidingWindowSpec"):
         Group(monkeypatch, spec=SlidingWindowSpec(**SPEC, sliding_window=64))
 
@@ -1072,38 +834,33 @@ def test_windows_in_one_group_with_full_attention_keep_flash_attention(monkeypat
     own = SlidingWindowSpec(**SPEC, sliding_window=70)
     windowed = Group(monkeypatch, spec=own, sliding_window=70)
     assert windowed.impl.shares
-    full.config.compilation_config.static_forward_context["windowed"] = windowed.layer
+    full.layers["windowed"] = windowed.layer
     spec = FullAttentionSpec(**SPEC, sliding_window=70)
     for names, served in ((["layer", "windowed"], True), (["windowed"], False)):
         windowed.impl.shares = True
-        builder = cuda_metadata.PrefixShareMetadataBuilder(spec, names, full.config, CPU)
+        builder = full.builder_for(spec, names)
         assert (builder.executor is not None) == served and not builder.all_layers
         assert not served or builder.planner.window is None
         assert full.impl.shares and not windowed.impl.shares
     assert list(STATS.as_dict()["fallbacks"]) == ["a sliding window"]
-    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
-    settings.cache_clear()
+    set_variables(monkeypatch, STRICT="1")
     with pytest.raises(PrefixShareError, match="a sliding window"):
         Group(monkeypatch, spec=spec, sliding_window=70)
 
 
 def test_a_quantised_cache_beside_caches_of_16_bits_is_served(monkeypatch):
-    config = vllm_config()
-    config.cache_config.cache_dtype = "fp8"
-    config.cache_config.kv_cache_dtype_skip_layers = ["sliding_window"]
+    skipped = ["sliding_window"]
+    config = vllm_config(cache_config={"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": skipped})
     assert Engine.of_config(config).mixed_caches
-    monkeypatch.setattr(f"{__name__}.vllm_config", lambda *_: config)
-    quantised_group(monkeypatch)
+    quantised_group(monkeypatch, config)
     assert not STATS.as_dict()["fallbacks"]
 
 
 def mixed_group(monkeypatch) -> Group:
     """Full attention in one group with a layer that has a window."""
     group, windowed = Group(monkeypatch), Group(monkeypatch, sliding_window=70)
-    layers = group.config.compilation_config.static_forward_context
-    layers["windowed"] = windowed.layer
-    spec = FullAttentionSpec(**SPEC, sliding_window=70)
-    group.builder = cuda_metadata.PrefixShareMetadataBuilder(spec, list(layers), group.config, CPU)
+    group.layers["windowed"] = windowed.layer
+    group.builder = group.builder_for(FullAttentionSpec(**SPEC, sliding_window=70))
     return group
 
 
@@ -1129,7 +886,7 @@ def test_prefills_are_scheduled_for_their_layers_window(monkeypatch, windows, ki
         assert not made
     batch = shared_batch([70, 90, 100], counts=[1, 1, 30])
     group.start(batch)
-    assert group.builder.build(0, group.common(batch)).prefill_metadata is not None
+    assert group.build(batch).prefill_metadata is not None
     # FlashAttention makes those for windows itself when it is launched
     assert made == ([(-1, -1)] if kind == "full" else [])
 
@@ -1140,20 +897,16 @@ def test_models_do_not_write_the_cache_themselves():
 
 
 def test_windows_beside_caches_of_another_type_keep_flash_attention(monkeypatch, windows):
-    made = vllm_config
-
-    def config(*arguments):
-        found = made(*arguments)
-        found.cache_config.kv_cache_dtype_skip_layers = ["0"]
-        found.cache_config.cache_dtype = cache
-        return found
-
-    monkeypatch.setattr(f"{__name__}.vllm_config", config)
     spec = SlidingWindowSpec(**SPEC, sliding_window=70)
-    cache = "auto"
-    assert Group(monkeypatch, spec=spec, sliding_window=70).impl.shares  # nothing is quantised
-    cache = "fp8"
-    assert not Group(monkeypatch, spec=spec, sliding_window=70).impl.shares
+
+    def shares(cache: str) -> bool:
+        config = vllm_config(
+            cache_config={"cache_dtype": cache, "kv_cache_dtype_skip_layers": ["0"]}
+        )
+        return Group(monkeypatch, spec=spec, config=config, sliding_window=70).impl.shares
+
+    assert shares("auto"), "nothing is quantised"
+    assert not shares("fp8")
     fallbacks = STATS.as_dict()["fallbacks"]
     assert list(fallbacks) == ["a sliding window next to KV caches of another type"]
     assert Group(monkeypatch).impl.shares
@@ -1177,10 +930,10 @@ def test_a_group_with_block_tables_of_its_own_keeps_flash_attention(monkeypatch)
     if PATCHED:
         common.block_table_cpu = None
     metadata = group.builder.build_for_cudagraph_capture(common)
-    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
+    assert_of_flash_attention(metadata)
     # the choice is final: CUDA graphs hold the other kernel now
-    metadata = group.builder.build(0, group.common(batch))
-    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
+    metadata = group.build(batch)
+    assert_of_flash_attention(metadata)
 
     group = Group(monkeypatch)
     group.builder.executor.workspace.plan.captured = True
@@ -1198,10 +951,10 @@ def test_a_builder_made_from_ours_keeps_flash_attention(monkeypatch, fields, rea
         pass
 
     group = Group(monkeypatch)
-    layers = list(group.config.compilation_config.static_forward_context)
-    builder = Derived(FullAttentionSpec(**SPEC, **fields), layers, group.config, CPU)
+    group.builder_cls = Derived
+    builder = group.builder_for(FullAttentionSpec(**SPEC, **fields))
     metadata = builder.build(0, group.common(shared_batch([70, 90])))
-    assert not isinstance(metadata, cuda_metadata.PrefixShareCUDAMetadata)
+    assert_of_flash_attention(metadata)
     assert list(STATS.as_dict()["fallbacks"]) == [reason]
 
 
@@ -1213,8 +966,7 @@ def test_layers_of_a_draft_model_keep_flash_attention(monkeypatch):
     assert Group(monkeypatch, num_speculative_tokens=2).impl.shares
 
 
-def test_without_lengths_on_the_host_nothing_is_shared(monkeypatch):
-    group = Group(monkeypatch)
+def test_without_lengths_on_the_host_nothing_is_shared(group):
     batch = shared_batch([70, 90, 61])
     group.start(batch)
     common = group.common(batch)
@@ -1237,18 +989,15 @@ def test_without_lengths_on_the_host_nothing_is_shared(monkeypatch):
 def test_a_configuration_that_is_not_served_keeps_flash_attention(
     monkeypatch, part, changes, reason
 ):
-    config = vllm_config()
-    vars(getattr(config, part)).update(changes)
+    config = vllm_config(**{part: changes})
     layer = LayerSpec(128, "bfloat16", engine=Engine.of_config(config))
     assert refusal(layer, Platform(CUDA_DTYPES)) == reason
 
 
 @pytest.mark.usefixtures("worth_it")
 @pytest.mark.parametrize("counts", [[1, 1, 1], [2, 2, 3]], ids=str)
-def test_a_graph_of_mixed_steps_holds_every_token(monkeypatch, counts):
-    group = Group(monkeypatch)
-    compilation = group.config.compilation_config
-    compilation.cudagraph_mode, compilation.cudagraph_capture_sizes = CUDAGraphMode.FULL, [8, 96]
+def test_a_graph_of_mixed_steps_holds_every_token(group, counts):
+    vars(group.config.compilation_config).update(FULL_GRAPHS)
     batch = shared_batch([70, 90, 61], counts=counts)
     metadata = group.builder.build_for_cudagraph_capture(group.common(batch))
     assert metadata.num_planned_tokens == len(metadata.local_seq_lens) == sum(counts)
@@ -1342,9 +1091,10 @@ def test_graph_sizes_end_at_the_maximum_number_of_tokens_of_a_step(
     monkeypatch, given, maximum, added
 ):
     monkeypatch.setattr(mixed_graphs, "mixed_graphs_refusal", lambda config: None)
-    config = vllm_config()
-    config.scheduler_config.max_num_batched_tokens = maximum
-    config.compilation_config.cudagraph_capture_sizes = given
+    config = vllm_config(
+        scheduler_config={"max_num_batched_tokens": maximum},
+        compilation_config={"cudagraph_capture_sizes": given},
+    )
     mixed_graphs.choose_mixed_graphs(config, frozenset())
     sizes = config.compilation_config.cudagraph_capture_sizes
     assert sizes[len(given) :][:2] == added and max(sizes) <= maximum
@@ -1357,10 +1107,8 @@ def test_a_plan_may_have_as_many_rows_as_a_graph(monkeypatch, sizes):
     monkeypatch.setattr(
         GpuExecutor, "reserve_for", lambda self, n, *a: reserved.append(n) or reserve(self, n, *a)
     )
-    config = vllm_config()
-    config.compilation_config.cudagraph_capture_sizes = sizes
-    monkeypatch.setitem(globals(), "vllm_config", lambda drafts: config)
-    Group(monkeypatch)
+    config = vllm_config(compilation_config={"cudagraph_capture_sizes": sizes})
+    Group(monkeypatch, config=config)
     assert reserved == [max(sizes) if sizes else first_step.MAX_ROWS]
 
 
@@ -1377,8 +1125,7 @@ def test_a_builder_that_leaves_a_part_to_flash_attention_serves_no_mixed_graph(m
     assert other.get_cudagraph_support(group.config, None) is AttentionCGSupport.UNIFORM_BATCH
 
 
-def test_non_causal_batches_are_refused(monkeypatch):
-    group = Group(monkeypatch)
+def test_non_causal_batches_are_refused(group):
     batch = shared_batch([70, 90])
     common = group.common(batch)
     common.causal = False

@@ -5,201 +5,39 @@ Our kernel's own source runs under Triton's interpreter. FLASH_ATTN_MLA does not
 stand-in computes in float64 what it is asked for, from the metadata that it gets.
 """
 
-import sys
 from dataclasses import dataclass, fields, replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from vllm.distributed import parallel_state
-from vllm.model_executor.layers.attention import MLAAttention, mla_attention
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends import fa_utils
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests.support.gluon_interpreter import load_kernel
-from tests.support.latent_batches import RANK, SCALE, WIDTH, expected, latent_batch
+from tests.support.gpu_backend import BLOCK, WITHOUT_GPU, shard_of, shared_batch
+from tests.support.latent_backend import HEADS, SPEC, LatentGroup, flashattn_mla, interpret_latents
+from tests.support.latent_batches import RANK, WIDTH, expected, latent_batch
 from tests.support.paged_batches import PagedBatch, relative_error
-from tests.support.portable_kernel import H100_SHARED_MEMORY
-from tests.unit.vllm_plugin.backends.cuda.test_cuda_backend import (
-    BLOCK,
-    CPU,
-    MAX_REQS,
-    Group,
-    analytic,
-    shared_batch,
-    vllm_config,
-)
+from tests.support.variables import set_variables
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli.served import falls_back
-from vllm_prefixshare.kernels import gpu_executor as gpu
-from vllm_prefixshare.kernels.catalog import Gpu
-from vllm_prefixshare.kernels.mla_hopper import launch as kernel
-from vllm_prefixshare.kernels.reference import reference_attention
-from vllm_prefixshare.kernels.registry import Choice
-from vllm_prefixshare.settings import settings
-from vllm_prefixshare.vllm_plugin.backends import common as backends_common
+from vllm_prefixshare.vllm_plugin.backends.mla import latent, unquantized
 from vllm_prefixshare.vllm_plugin.eligibility import measured, platform
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
-from vllm_prefixshare.vllm_plugin.step import host_tables, planner
-
-# FLASH_ATTN_MLA imports functions that need a GPU, up to vLLM 0.32 from this package
-extension = ModuleType("vllm.vllm_flash_attn")
-for module in (extension, fa_utils):
-    for name in ("flash_attn_varlen_func", "get_scheduler_metadata"):
-        if not hasattr(module, name):
-            setattr(module, name, None)
-sys.modules[extension.__name__] = extension
-from vllm.v1.attention.backends.mla import flashattn_mla  # noqa: E402
-
-del sys.modules[extension.__name__]
-from vllm_prefixshare.vllm_plugin.backends.mla import latent, unquantized  # noqa: E402
-from vllm_prefixshare.vllm_plugin.step import gpu_builder  # noqa: E402
+from vllm_prefixshare.vllm_plugin.step import gpu_builder
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a real engine"),
+    WITHOUT_GPU,
     # rows without any token divide by zero and are then discarded, as on a GPU
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
 ]
-HEADS = 4
-SHAPE = {
-    "q_lora_rank": None,
-    "kv_lora_rank": RANK,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-PREFILL = SimpleNamespace(prepare_metadata=lambda metadata: None, get_name=lambda: "FLASH_ATTN")
-SPEC = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": WIDTH, "dtype": torch.float16}
-
-
-class DCPManager(mla_attention.MLADCPManager):
-    """Of a rank that holds a shard, where prefills gather nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def init_kv_gather(self, *args: object) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)
 def _interpreter(monkeypatch, tmp_path):
-    """Make the executor treat the CPU as a GPU with four multiprocessors."""
-    h100 = Gpu((9, 0), 4, H100_SHARED_MEMORY)
-
-    def choose(attention, device, kernel_name, query_len):
-        return Choice(kernel.LatentHopperKernel(attention, query_len, h100), None)
-
-    source = load_kernel("vllm_prefixshare.kernels.mla_hopper", tmp_path)
-    monkeypatch.setattr(kernel, "partial_attention", source)
-    # an instruction in assembler, which the interpreter does not run
-    monkeypatch.setattr(kernel.LatentHopperKernel, "starts_merging", False)
-    monkeypatch.setattr(gpu, "choose_kernel", choose)
-    for module in (backends_common, measured):
-        monkeypatch.setattr(module, "kernels_that_may_serve", lambda *x: [choose(*x).kernel])
-        monkeypatch.setattr(module, "this_device", lambda: CPU)
-    monkeypatch.setattr(planner, "cost_model", lambda attention, name, log: analytic(attention))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(mla_attention, "PIN_MEMORY", False, raising=False)
-    monkeypatch.setattr(flashattn_mla, "flash_attn_supports_mla", lambda: True)
-    monkeypatch.setattr(flashattn_mla.FlashAttnMLAImpl, "forward_mqa", stand_in)
-    # so few tokens are read twice by default
-    monkeypatch.setenv("VLLM_PREFIXSHARE_DIVIDER", "flashforge")
-    monkeypatch.setenv("VLLM_PREFIXSHARE_SHARE", "always")
-    settings.cache_clear()
-    STATS.reset()
-
-
-def stand_in(impl, q, cache, metadata, layer):
-    """What ``FlashAttnMLAImpl.forward_mqa`` is asked for, in float64."""
-    decode = metadata.decode
-    q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-    caches = cache[:, :, None], cache[:, :, None, :RANK]
-    lists = decode.block_table, decode.seq_lens, decode.query_start_loc
-    return reference_attention(q, *caches, *lists, sm_scale=impl.scale).to(q.dtype), None
-
-
-class LatentGroup(Group):
-    """One KV-cache group with one MLA layer, its cache and its V2 block tables.
-
-    dtype: the model's. stored: the cache's, for vLLM. scales: of queries and latents.
-    """
-
-    impl_cls, builder_cls = (
-        unquantized.PrefixShareMLAImpl,
-        unquantized.PrefixShareMLAMetadataBuilder,
-    )
-    cache, dtype, stored = "auto", torch.float16, torch.float16
-
-    def __init__(
-        self, monkeypatch, spec=None, num_heads=HEADS, drafts=0, parallel=None, scales=None
-    ) -> None:
-        self.config = config = vllm_config(drafts)
-        vars(config.parallel_config).update(parallel or {})
-        config.cache_config.cache_dtype = self.cache
-        config.model_config.dtype = self.dtype
-        config.model_config.max_model_len = 64 * self.block_size
-        config.model_config.get_head_size = lambda: WIDTH
-        config.attention_config.use_prefill_query_quantization = False
-        config.scheduler_config.max_num_batched_tokens = 1024
-        for module in (latent, mla_attention):
-            monkeypatch.setattr(module, "get_current_vllm_config", lambda: config)
-        self.impl = self.impl_cls(
-            num_heads=num_heads, head_size=WIDTH, scale=SCALE, num_kv_heads=1, alibi_slopes=None,
-            sliding_window=None, kv_cache_dtype=self.cache, logits_soft_cap=None,
-            attn_type="decoder", kv_sharing_target_layer_name=None, qk_head_dim=192,
-            kv_b_proj=None, **SHAPE,
-        )  # fmt: skip
-        layer = self.layer = MLAAttention.__new__(MLAAttention)
-        torch.nn.Module.__init__(layer)
-        vars(layer).update(
-            SHAPE, impl=self.impl, num_heads=num_heads,
-            prefill_backend=SimpleNamespace(clone=lambda: PREFILL), dcp_manager=DCPManager(),
-            kv_cache=torch.zeros(8, self.block_size, WIDTH, dtype=self.stored),
-        )  # fmt: skip
-        for letter in "qkv":
-            scale = torch.tensor((scales or {}).get(letter, 1.0))
-            setattr(layer, f"_{letter}_scale", scale)
-        config.compilation_config.static_forward_context["layer"] = layer
-        if spec is None:
-            own = {"block_size": self.block_size, "dtype": self.stored}
-            spec = MLAAttentionSpec(**{**SPEC, **own})
-        self.builder = self.builder_cls(spec, ["layer"], config, CPU)
-        self.tables = SimpleNamespace(
-            max_num_reqs=MAX_REQS,
-            input_block_tables=[torch.zeros(MAX_REQS, 64, dtype=torch.int32)],
-        )
-        host_tables.HOST_TABLES.keep_v2_tables(self.tables)
-
-    def add_a_layer_that_is_not_served(self) -> None:
-        """Make the builder anew, for two layers."""
-        impl = SimpleNamespace(shares=False, num_heads=HEADS)
-        other = MLAAttention.__new__(MLAAttention)
-        torch.nn.Module.__init__(other)
-        vars(other).update({**vars(self.layer), "impl": impl})
-        self.config.compilation_config.static_forward_context["other"] = other
-        spec, layers = self.builder.kv_cache_spec, ["layer", "other"]
-        self.builder = self.builder_cls(spec, layers, self.config, CPU)
-
-    def forward(self, batch: PagedBatch, metadata: object, num_tokens: int) -> torch.Tensor:
-        """Output of the rows that are decodes to vLLM, from queries in two parts."""
-        q = torch.zeros(num_tokens, *batch.q.shape[1:], dtype=batch.q.dtype)
-        q[: len(batch.q)] = batch.q
-        parts = q[..., :RANK].contiguous(), q[..., RANK:].contiguous()
-        out, lse = self.impl.forward_mqa(parts, batch.k_cache[:, :, 0], metadata, self.layer)
-        assert lse is None and out.shape == (num_tokens, HEADS, RANK)
-        return out
-
-    def assert_right(self, batch: PagedBatch, padding: int = 0) -> object:
-        """Build the step's metadata, run the layer, and compare the output with float64."""
-        metadata = self.builder.build(0, self.common(batch, padding))
-        out = self.forward(batch, metadata, len(batch.q) + padding)
-        assert relative_error(out[: len(batch.q)], expected(batch)[0]) < 2e-3
-        return metadata
+    interpret_latents(monkeypatch, tmp_path)
 
 
 def batch_of(**shape) -> PagedBatch:
@@ -223,8 +61,7 @@ def test_what_a_graph_holds_reads_later_plans(monkeypatch):
     group, batch = LatentGroup(monkeypatch), batch_of()
     held = group.builder.build_for_cudagraph_capture(group.common(batch))
     assert STATS.decode_steps == 0
-    group.start(batch)
-    group.builder.build(0, group.common(batch))
+    group.started(batch)
     out = group.forward(batch, held, len(batch.q))
     assert relative_error(out, expected(batch)[0]) < 2e-3
 
@@ -259,16 +96,8 @@ class Rank:
         assert self.group.impl.shares
         self.group.start(self.shard())
 
-    def holds(self, position: int) -> bool:
-        return position // self.interleave % self.size == self.rank
-
     def shard(self) -> PagedBatch:
-        """What the rank holds, found token by token."""
-        whole = self.whole
-        cache = whole.k_cache[:, [o for o in range(BLOCK * self.size) if self.holds(o)]]
-        held = [sum(self.holds(p) for p in range(n)) for n in whole.seq_lens]
-        lens = np.array(held, np.int32)
-        return replace(whole, k_cache=cache, v_cache=cache[..., :RANK], seq_lens=lens)
+        return shard_of(self.whole, self.size, self.rank, self.interleave)
 
     def attention(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp over the shard, from queries that vLLM has gathered."""
@@ -381,14 +210,10 @@ def test_long_prefills_are_the_parents_own(monkeypatch):
     group, batch = LatentGroup(monkeypatch), batch_of().with_queries([1, 1, 80])
     batch.seq_lens[2] = 80  # nothing cached: what is would be gathered on the GPU
     group.builder.reorder_batch_threshold = 64  # 512 in vLLM
-    group.start(batch)
-    metadata = group.builder.build(0, group.common(batch))
+    metadata = group.started(batch)
     assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
     assert metadata.prefill.query_start_loc.tolist() == [0, 80] and metadata.rest is None
-    rows = replace(
-        batch, q=batch.q[:2], block_table=batch.block_table[:2], seq_lens=batch.seq_lens[:2],
-        query_start_loc=batch.query_start_loc[:3],
-    )  # fmt: skip
+    rows = batch.rows(slice(2))
     assert relative_error(group.forward(rows, metadata, 2), expected(rows)[0]) < 2e-3
 
 
@@ -402,8 +227,7 @@ def test_the_parents_schedule_is_made_where_a_layer_needs_it(monkeypatch):
     monkeypatch.setattr(flashattn_mla, "get_flash_attn_version", lambda: 3)
     monkeypatch.setattr(flashattn_mla, "get_scheduler_metadata", get_scheduler_metadata)
     group, batch = LatentGroup(monkeypatch), batch_of()
-    group.start(batch)
-    group.builder.build(0, group.common(batch))
+    group.started(batch)
     assert made == []
     group.add_a_layer_that_is_not_served()
     group.assert_right(batch)
@@ -450,15 +274,13 @@ def test_a_layer_that_is_not_served_keeps_its_parent(monkeypatch, heads, drafts,
         assert (
             not isinstance(metadata, unquantized.PrefixShareMLAMetadata) and not STATS.decode_steps
         )
-    monkeypatch.setenv("VLLM_PREFIXSHARE_STRICT", "1")
-    settings.cache_clear()
+    set_variables(monkeypatch, STRICT="1")
     with pytest.raises(PrefixShareError, match=reason):
         group()
 
 
 def test_the_portable_kernel_has_no_latents(monkeypatch):
-    monkeypatch.setenv("VLLM_PREFIXSHARE_KERNEL", "portable")
-    settings.cache_clear()
+    set_variables(monkeypatch, KERNEL="portable")
     assert not LatentGroup(monkeypatch).impl.shares
     assert STATS.fallbacks == {"multi-head latent attention and kernel 'portable'": 1}
 
@@ -469,8 +291,8 @@ def test_a_layer_of_another_class_keeps_its_parent(monkeypatch):
     group = LatentGroup(monkeypatch)
     own = type("MultiHeadLatentAttention", (torch.nn.Module,), {})()
     vars(own).update(vars(group.layer))
-    group.config.compilation_config.static_forward_context["layer"] = own
-    builder = group.builder_cls(group.builder.kv_cache_spec, ["layer"], group.config, CPU)
+    group.layers["layer"] = own
+    builder = group.builder_for(group.builder.kv_cache_spec)
     assert builder.executor is None and not group.impl.shares
     assert "multi-head latent attention in MultiHeadLatentAttention" in STATS.fallbacks
 

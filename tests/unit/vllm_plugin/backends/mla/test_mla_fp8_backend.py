@@ -14,14 +14,10 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla import flashmla
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tests.support.gpu_backend import WITHOUT_GPU
+from tests.support.latent_backend import HEADS, SPEC, LatentGroup, interpret_latents
 from tests.support.latent_batches import RANK, WIDTH, expected, latent_batch, quantised
 from tests.support.paged_batches import PagedBatch, relative_error
-from tests.unit.vllm_plugin.backends.mla.test_mla_backend import (
-    HEADS,
-    SPEC,
-    LatentGroup,
-    _interpreter,  # noqa: F401  used for every test
-)
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.kernels.extras import LayerExtras
@@ -33,7 +29,7 @@ from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
 from vllm_prefixshare.vllm_plugin.step import gpu_builder, host_tables
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has a real engine")
+pytestmark = WITHOUT_GPU
 E4M3 = torch.float8_e4m3fn
 SCALES = {"q": 0.5, "k": 1.5}
 
@@ -51,8 +47,9 @@ def theirs(impl, q, cache, metadata, layer):
 
 
 @pytest.fixture(autouse=True)
-def schedules(monkeypatch) -> list[int]:
+def schedules(monkeypatch, tmp_path) -> list[int]:
     """FLASHMLA on a CPU; returns the number of requests of each schedule that it makes."""
+    interpret_latents(monkeypatch, tmp_path)
     made: list[int] = []
 
     def schedule(lens, *args):
@@ -91,7 +88,7 @@ class FP8Group(LatentGroup):
         Args:
             rows: query tokens that are decodes to vLLM; None for all.
         """
-        metadata = self.builder.build(0, self.common(batch, padding))
+        metadata = self.build(batch, padding)
         rows = len(batch.q) if rows is None else rows
         assert metadata.num_decode_tokens == rows + padding
         out = self.forward(batch, metadata, rows + padding)
@@ -180,8 +177,7 @@ def test_behind_decodes_of_one_token_all_else_is_a_prefill(monkeypatch, schedule
 def test_a_batch_of_prefills_has_an_empty_plan(monkeypatch, schedules):
     group, batch = FP8Group(monkeypatch), batch_of([200, 200, 200])
     batch.seq_lens[:] = 200
-    group.start(batch)
-    metadata = group.builder.build(0, group.common(batch))
+    metadata = group.started(batch)
     assert metadata.decode is None and metadata.num_prefills == 3 and schedules == []
 
 
@@ -190,7 +186,7 @@ def test_a_dummy_batch_of_decodes_and_prefills_is_the_parents(monkeypatch, sched
     batch.seq_lens[2] = 7
     group.start(batch)
     host_tables.note_batch(group.tables, None)
-    metadata = group.builder.build(0, group.common(batch))
+    metadata = group.build(batch)
     assert type(metadata) is flashmla.FlashMLAMetadata and schedules == [2]
 
 
