@@ -39,6 +39,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.support.dummy_model import write_llama_8b
+from tests.support.variables import set_variables
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.scheduling.order import (
@@ -451,13 +452,12 @@ def model_config(tmp_path_factory):
     return ModelConfig(str(folder), skip_tokenizer_init=True, max_model_len=4096, dtype="float16")
 
 
-def make_config(model_config: Any, num_blocks: int, policy: str = "fcfs") -> Any:
+def make_config(model_config: Any, num_blocks: int, **options: Any) -> Any:
+    """options: fields of ``SchedulerConfig``."""
     cache = CacheConfig(block_size=BLOCK, enable_prefix_caching=True)
     cache.num_gpu_blocks = num_blocks
-    scheduler = SchedulerConfig(
-        max_num_seqs=2, max_num_batched_tokens=256, max_model_len=4096, is_encoder_decoder=False,
-        policy=policy, async_scheduling=False,
-    )  # fmt: skip
+    fields = {"max_num_seqs": 2, "max_num_batched_tokens": 256, "max_model_len": 4096, **options}
+    scheduler = SchedulerConfig(is_encoder_decoder=False, async_scheduling=False, **fields)
     return VllmConfig(
         model_config=model_config,
         cache_config=cache,
@@ -489,10 +489,47 @@ def make_scheduler(
     )
 
 
+@functools.cache
+def hasher() -> Any:
+    init_none_hash(sha256)
+    return get_request_block_hasher(BLOCK, sha256)
+
+
+def add(scheduler: Any, name: object, prompt: list[int], tokens: int) -> Request:
+    """Let a request come, whose answer has this number of tokens."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    request = Request(str(name), prompt, params, None, block_hasher=hasher())
+    scheduler.add_request(request)
+    return request
+
+
+def started_in(step: Any) -> list[str]:
+    """Names of the requests that start in a step."""
+    return [request.req_id for request in step.scheduled_new_reqs]
+
+
+def wait_for_grammar(request: Request) -> None:
+    """Let the scheduler skip a request until its status is another one."""
+    request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    request.structured_output_request = SimpleNamespace(grammar=None, is_grammar_ready=False)
+
+
+def set_clock(scheduler: Any, bound: float) -> Cache:
+    """Give the scheduler a queue with this bound; returns what has the queue's clock."""
+    clock = Cache()
+    cached = scheduler.waiting._new_level.args[0]
+    scheduler.waiting = PrefixQueue(cached, bound, clock=lambda: clock.now)
+    return clock
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    return rng.choices(range(1000), k=count)
+
+
 def prompts_about(documents: int, questions: int, tokens: int) -> list[list[int]]:
     rng = random.Random(0)
-    texts = [rng.choices(range(1000), k=tokens) for _ in range(documents)]
-    return [[*text, *rng.choices(range(1000), k=20)] for text in texts for _ in range(questions)]
+    texts = [random_tokens(rng, tokens) for _ in range(documents)]
+    return [[*text, *random_tokens(rng, 20)] for text in texts for _ in range(questions)]
 
 
 def next_token(tokens: list[int]) -> int:
@@ -519,18 +556,15 @@ def serve(scheduler: Any, prompts: list[list[int]], pause: int = 0) -> Served:
     """Answer ``prompts``, which arrive ``pause`` steps apart. Tokens are written to the blocks that
     the scheduler names, and an answer follows from what a request then finds in its blocks.
     """
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
     memory: dict[tuple[int, int], int] = {}  # (block, place in it) -> token
     computed, admitted, finished = 0, [], 0
     answers: list[list[int]] = [[] for _ in prompts]
     for now in range(60 * len(prompts)):
         for i, prompt in enumerate(prompts):
             if i * pause == now:
-                params = SamplingParams(max_tokens=3, ignore_eos=True)
-                scheduler.add_request(Request(str(i), prompt, params, None, block_hasher=hasher))
+                add(scheduler, i, prompt, 3)
         step = scheduler.schedule()
-        admitted += [r.req_id for r in step.scheduled_new_reqs]
+        admitted += started_in(step)
         places = {}
         for name, count in step.num_scheduled_tokens.items():
             request = scheduler.requests[name]
@@ -585,24 +619,20 @@ def test_a_question_joins_a_prefill_of_its_document(model_config, chunks):
     with the same 40 blocks.
     """
     scheduler = make_scheduler(OfflinePrefixOrderScheduler, make_config(model_config, 400))
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
     rng = random.Random(0)
-    system, a, b = (rng.choices(range(1000), k=40 * BLOCK) for _ in range(3))
+    system, a, b = (random_tokens(rng, 40 * BLOCK) for _ in range(3))
 
-    def add(name: str, document: list[int]) -> None:
-        prompt = [*system, *document, *rng.choices(range(1000), k=BLOCK)]
-        params = SamplingParams(max_tokens=4, ignore_eos=True)
-        scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
+    def ask(name: str, document: list[int]) -> None:
+        add(scheduler, name, [*system, *document, *random_tokens(rng, BLOCK)], 4)
 
-    add("a1", a)
+    ask("a1", a)
     started: list[str] = []
     for now in range(40):
         if now == chunks:
-            add("b", b)
-            add("a2", a)
+            ask("b", b)
+            ask("a2", a)
         step = scheduler.schedule()
-        started += [r.req_id for r in step.scheduled_new_reqs]
+        started += started_in(step)
         answer_step(scheduler, step)
     assert started == ["a1", "a2", "b"]
 
@@ -612,16 +642,12 @@ def test_a_step_of_the_scheduler_counts_as_one(monkeypatch, model_config):
     names = itertools.count()
     monkeypatch.setenv("VLLM_PREFIXSHARE_ORDER_BOUND", "0.5")
     scheduler = make_scheduler(PrefixOrderAsyncScheduler, make_config(model_config, 60))
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
 
     def step(*arriving: int) -> list[str]:
         """Let requests come, named by their first token; end those that start; return them."""
         for token in arriving:
-            name, prompt = f"{token}-{next(names)}", [token] * (2 * BLOCK + 1)
-            params = SamplingParams(max_tokens=9)
-            scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
-        started = [r.req_id for r in scheduler.schedule().scheduled_new_reqs]
+            add(scheduler, f"{token}-{next(names)}", [token] * (2 * BLOCK + 1), 9)
+        started = started_in(scheduler.schedule())
         scheduler.finish_requests(started, RequestStatus.FINISHED_ABORTED)
         return [name.partition("-")[0] for name in started]
 
@@ -635,35 +661,23 @@ def test_the_bound_holds_while_the_scheduler_skips_a_request(model_config):
     """Few requests start in a step, because the KV cache is full, but each step comes upon one that
     cannot start.
     """
-    config = make_config(model_config, 60)
-    config.scheduler_config.max_num_seqs = 64
+    config = make_config(model_config, 60, max_num_seqs=64)
     scheduler = make_scheduler(PrefixOrderScheduler, config)
-    clock, names, bound = Cache(), itertools.count(), 2.0
-    cached = scheduler.waiting._new_level.args[0]
-    scheduler.waiting = PrefixQueue(cached, bound, clock=lambda: clock.now)
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
+    names, bound = itertools.count(), 2.0
+    clock = set_clock(scheduler, bound)
     rng = random.Random(0)
-    document = rng.choices(range(1000), k=8 * BLOCK)
+    document = random_tokens(rng, 8 * BLOCK)
 
-    def add(name: str, shared: list[int], new: int, answer: int) -> Request:
-        prompt = [*shared, *rng.choices(range(1000), k=new)]
-        params = SamplingParams(max_tokens=answer, ignore_eos=True)
-        scheduler.add_request(Request(name, prompt, params, None, block_hasher=hasher))
-        return scheduler.requests[name]
-
-    blocked = add("blocked", [], 40, 4)
-    blocked.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-    blocked.structured_output_request = SimpleNamespace(grammar=None, is_grammar_ready=False)
+    wait_for_grammar(add(scheduler, "blocked", random_tokens(rng, 40), 4))
     came = 0.2
     for now in range(1000):
         clock.now = now * 0.01
         if clock.now == came:
-            add("old", [], 9 * BLOCK, 4)
+            add(scheduler, "old", random_tokens(rng, 9 * BLOCK), 4)
         while len(scheduler.waiting) < 6:
-            add(str(next(names)), document, 9 * BLOCK, 60)
+            add(scheduler, next(names), [*document, *random_tokens(rng, 9 * BLOCK)], 60)
         step = scheduler.schedule()
-        if "old" in (r.req_id for r in step.scheduled_new_reqs):
+        if "old" in started_in(step):
             break
         answer_step(scheduler, step)
     # some seconds for the bound, and then until there is room; by far more without a bound
@@ -672,38 +686,26 @@ def test_the_bound_holds_while_the_scheduler_skips_a_request(model_config):
 
 def test_a_skipped_request_counts_when_the_scheduler_starts_it(model_config):
     """Requests on a cached document wait for their grammar, while two of the oldest start."""
-    config = make_config(model_config, 60)
-    config.scheduler_config.max_num_seqs = 1
-    scheduler = make_scheduler(PrefixOrderScheduler, config)
-    clock, names = Cache(), itertools.count()
-    cached = scheduler.waiting._new_level.args[0]
-    scheduler.waiting = PrefixQueue(cached, 2.0, clock=lambda: clock.now)
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
+    scheduler = make_scheduler(PrefixOrderScheduler, make_config(model_config, 60, max_num_seqs=1))
+    clock, names = set_clock(scheduler, bound=2.0), itertools.count()
 
-    def add(token: int) -> Request:
-        prompt = [token] * (2 * BLOCK + 1)
-        params = SamplingParams(max_tokens=9)
-        request = Request(str(next(names)), prompt, params, None, block_hasher=hasher)
-        scheduler.add_request(request)
-        return request
+    def ask(token: int) -> Request:
+        return add(scheduler, next(names), [token] * (2 * BLOCK + 1), 9)
 
     def step(seconds: float) -> list[str]:
         output = scheduler.schedule()
         clock.now += seconds
         answer_step(scheduler, output)
-        started = [r.req_id for r in output.scheduled_new_reqs]
+        started = started_in(output)
         scheduler.finish_requests(started, RequestStatus.FINISHED_ABORTED)
         return started
 
-    add(1)
+    ask(1)
     step(0.0)
-    old = [add(2 + i).request_id for i in range(10)]
+    old = [ask(2 + i).request_id for i in range(10)]
     lost = 0.0
     while old:
-        hot = add(1)
-        hot.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
-        hot.structured_output_request = SimpleNamespace(grammar=None, is_grammar_ready=False)
+        wait_for_grammar(hot := ask(1))
         assert step(0.01) == [old.pop(0)]
         assert step(0.01) == [old.pop(0)]
         hot.status, hot.structured_output_request = RequestStatus.WAITING, None
@@ -748,11 +750,8 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
 
 def cached_tokens(scheduler: Any, prompts: list[list[int]]) -> int:
     """Prompt tokens that are found in the KV cache, summed over ``prompts``, which come at once."""
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
     for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=3, ignore_eos=True)
-        scheduler.add_request(Request(str(i), prompt, params, None, block_hasher=hasher))
+        add(scheduler, i, prompt, 3)
     cached = 0
     while scheduler.has_unfinished_requests():
         step = scheduler.schedule()
@@ -796,11 +795,11 @@ def test_order_never_lowers_the_cached_tokens_of_a_batch(
     whole: list[list[int]] = [[]]
     for origin, tokens, own in texts:
         begin = whole[origin % len(whole)][:tokens]
-        whole.append([*begin, *rng.choices(range(1000), k=own)])
+        whole.append([*begin, *random_tokens(rng, own)])
     prompts = [whole[1 + i % len(texts)] for i in chosen]
-    config = make_config(model_config, num_blocks)
-    config.scheduler_config.max_num_seqs = places
-    config.scheduler_config.max_num_batched_tokens = budget
+    config = make_config(
+        model_config, num_blocks, max_num_seqs=places, max_num_batched_tokens=budget
+    )
     config.cache_config.mamba_cache_mode = "align" if layout == "states" else "none"
     sparse = retention if layout not in ("full", "chunks") else None
     plain, ordered = (
@@ -815,9 +814,9 @@ def test_requests_on_one_document_follow_each_other_over_windows_too(model_confi
     of what all share are cached.
     """
     rng = random.Random(0)
-    system = rng.choices(range(1000), k=4 * BLOCK)
-    texts = [[*system, *rng.choices(range(1000), k=20 * BLOCK)] for _ in range(4)]
-    prompts = [[*texts[i % 4], *rng.choices(range(1000), k=20)] for i in range(24)]
+    system = random_tokens(rng, 4 * BLOCK)
+    texts = [[*system, *random_tokens(rng, 20 * BLOCK)] for _ in range(4)]
+    prompts = [[*texts[i % 4], *random_tokens(rng, 20)] for i in range(24)]
     plain, ordered = (
         cached_tokens(
             make_scheduler(make, make_config(model_config, 80), (FULL, window(32)), 0), prompts
@@ -907,7 +906,6 @@ def test_an_order_that_cannot_be_kept_is_refused_where_it_was_asked_for(
     before = config.scheduler_config.scheduler_cls
     order_requests(config, offline=True)  # auto
     assert config.scheduler_config.scheduler_cls is before
-    monkeypatch.setenv("VLLM_PREFIXSHARE_ORDER", "prefix")
-    settings.cache_clear()
+    set_variables(monkeypatch, ORDER="prefix")
     with pytest.raises(PrefixShareError, match=sentence):
         order_requests(config, offline=True)
