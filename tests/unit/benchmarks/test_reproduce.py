@@ -1,6 +1,7 @@
 """``benchmarks.reproduce``: its registry, its bytes, and that it goes on where it stopped."""
 
 import json
+import math
 import os
 import re
 import time
@@ -66,6 +67,36 @@ def run(*arguments: str) -> int:
     return reproduce.main(list(map(str, arguments)))
 
 
+def stand_in(
+    name: str, points: list[Point], like: str = "flashforge-figure-6", **changes
+) -> Experiment:
+    """An experiment with these points, whose findings are those of another one.
+
+    Args:
+        changes: of its fields.
+    """
+    return replace(EXPERIMENTS[like], name=name, points=lambda _: iter(points), **changes)
+
+
+def silent(name: str, points: list[Point], **changes) -> Experiment:
+    """As ``stand_in``, with points that have no figures of the experiment."""
+    return stand_in(name, points, ours=lambda found: "", **changes)
+
+
+def begun(some: Experiment, folder: Path, setting: Setting = TINY) -> reproduce.Progress:
+    return reproduce.begin(some, setting, folder, fresh=False)
+
+
+def carry_out(*runs: reproduce.Progress, setting: Setting = TINY, left: float = math.inf) -> bool:
+    """left: seconds until nothing begins any more."""
+    return reproduce.carry_out(list(runs), setting, time.monotonic() + left)
+
+
+def peers(**milliseconds: float) -> dict:
+    """The figures of a point with the times of some ways."""
+    return {"peers": {way: {"status": "ok", "ms": ms} for way, ms in milliseconds.items()}}
+
+
 def test_everything_runs_in_miniature(tmp_path, capsys):
     assert run("--tiny", "--out", tmp_path) == 0
     said = capsys.readouterr().out
@@ -120,7 +151,7 @@ def test_a_run_that_is_interrupted_says_what_is_left_and_goes_on(tmp_path, monke
         raise KeyboardInterrupt
 
     points = [Point("a", dict), Point("b", interrupt), Point("c", dict)]
-    monkeypatch.setattr(reproduce, "EXPERIMENTS", {"x": stand_in("x", points)})
+    monkeypatch.setattr(reproduce, "EXPERIMENTS", {"x": silent("x", points)})
     assert run("--tiny", "--out", tmp_path) == 130
     said = capsys.readouterr().out
     assert "stopped\n" in said
@@ -134,9 +165,7 @@ def test_a_run_that_is_interrupted_says_what_is_left_and_goes_on(tmp_path, monke
 
 
 def test_what_the_minutes_left_no_time_for_is_named(tmp_path, monkeypatch, capsys):
-    some = {
-        n: replace(stand_in(n, [Point("a", dict)]), seconds=s) for n, s in (("x", 0), ("y", 99))
-    }
+    some = {n: silent(n, [Point("a", dict)], seconds=s) for n, s in (("x", 0), ("y", 99))}
     monkeypatch.setattr(reproduce, "EXPERIMENTS", some)
     assert run("--tiny", "--out", tmp_path, "--minutes", "1") == 0
     said = capsys.readouterr().out
@@ -148,11 +177,6 @@ def test_miniatures_have_a_folder_of_their_own():
     folders = [reproduce.parse(arguments).out for arguments in ([], ["--tiny"])]
     assert len(set(folders)) == 2
     assert reproduce.parse(["--tiny", "--out", "here"]).out == Path("here")
-
-
-def stand_in(name: str, points: list[Point]) -> Experiment:
-    some = EXPERIMENTS["flashforge-figure-6"]
-    return replace(some, name=name, points=lambda setting: iter(points), ours=lambda found: "")
 
 
 def test_points_that_fail_or_are_wrong_end_in_1_and_run_again(tmp_path, capsys):
@@ -169,30 +193,25 @@ def test_points_that_fail_or_are_wrong_end_in_1_and_run_again(tmp_path, capsys):
     }
     setting = replace(TINY, peers=("fa3",))
 
-    def carry_out(*names: str) -> bool:
-        some = stand_in("".join(names), [Point(n, points[n]) for n in names])
-        runs = [reproduce.begin(some, setting, tmp_path, fresh=False)]
-        return reproduce.carry_out(runs, setting, float("inf"))
+    def progress(*names: str) -> reproduce.Progress:
+        some = silent("".join(names), [Point(n, points[n]) for n in names])
+        return begun(some, tmp_path, setting)
 
-    assert [n for n in points if not carry_out(n)] == ["b", "d", "e"]
+    assert [n for n in points if not carry_out(progress(n), setting=setting)] == ["b", "d", "e"]
     assert "] b: b: ours WRONG\n" in capsys.readouterr().out
-    assert not carry_out(*points)
+    assert not carry_out(progress(*points), setting=setting)
     result = json.loads((tmp_path / "abcdef.json").read_text())
     assert result["points"]["a"] == {"failed": "PrefixShareError: this machine cannot."}
     assert result["points"]["c"] == {"figure": 1}
     assert not result["complete"]
-    some = stand_in("abcdef", [Point(n, points[n]) for n in points])
-    again = reproduce.begin(some, setting, tmp_path, fresh=False)
-    assert [p.name for p in again.left] == ["a", "b", "d", "e"]
+    assert [p.name for p in progress(*points).left] == ["a", "b", "d", "e"]
 
 
 def test_without_matplotlib_a_run_has_no_chart(tmp_path, monkeypatch, capsys):
     row = EXPERIMENTS["tree-attention-figure-4"]
     figures = next(iter(papers_tables.ran(row.name)["points"].values()))
     points = [Point("a", lambda: figures)]
-    monkeypatch.setattr(
-        reproduce, "EXPERIMENTS", {"x": replace(row, name="x", points=lambda _: iter(points))}
-    )
+    monkeypatch.setattr(reproduce, "EXPERIMENTS", {"x": stand_in("x", points, row.name)})
     for found, spec in ((True, reproduce.find_spec), (False, lambda _: None)):
         monkeypatch.setattr(reproduce, "find_spec", spec)
         assert run("--tiny", "--fresh", "--out", tmp_path / str(found)) == 0
@@ -208,9 +227,7 @@ def test_wrong_results_are_in_no_figure(tmp_path, monkeypatch, capsys):
         Point("good", lambda: {**figures, "right": True}),
         Point("bad", lambda: {**figures, "us": slow, "right": False}),
     ]
-    monkeypatch.setattr(
-        reproduce, "EXPERIMENTS", {"x": replace(row, name="x", points=lambda _: iter(points))}
-    )
+    monkeypatch.setattr(reproduce, "EXPERIMENTS", {"x": stand_in("x", points, row.name)})
     assert run("--tiny", "--out", tmp_path) == 1
     said = capsys.readouterr().out
     assert "] x: bad: WRONG\n" in said
@@ -250,21 +267,16 @@ def test_a_kernel_that_failed_in_a_published_cell_is_in_no_ratio(bad, tmp_path, 
     assert row.format("no cell of both") in table()
 
 
-def test_points_of_another_version_run_again(tmp_path, monkeypatch):
-    some = stand_in("x", [Point("a", lambda: {})])
-    assert reproduce.carry_out([reproduce.begin(some, TINY, tmp_path, False)], TINY, float("inf"))
-    assert not reproduce.begin(some, TINY, tmp_path, fresh=False).left
-    monkeypatch.setattr(reproduce, "versions", lambda: {"torch": "99"})
-    assert reproduce.begin(some, TINY, tmp_path, fresh=False).left
-
-
-def test_points_of_other_sources_run_again(tmp_path, monkeypatch):
-    some = stand_in("x", [Point("a", lambda: {})])
-    assert reproduce.carry_out([reproduce.begin(some, TINY, tmp_path, False)], TINY, float("inf"))
+@pytest.mark.parametrize(
+    ("what", "now"), [("versions", {"torch": "99"}), ("sources", "of another day")]
+)
+def test_points_of_another_version_or_of_other_sources_run_again(what, now, tmp_path, monkeypatch):
+    some = silent("x", [Point("a", dict)])
+    assert carry_out(begun(some, tmp_path))
     assert json.loads((tmp_path / "x.json").read_text())["sources"] == reproduce.sources()
-    assert not reproduce.begin(some, TINY, tmp_path, fresh=False).left
-    monkeypatch.setattr(reproduce, "sources", lambda: "of another day")
-    assert reproduce.begin(some, TINY, tmp_path, fresh=False).left
+    assert not begun(some, tmp_path).left
+    monkeypatch.setattr(reproduce, what, lambda: now)
+    assert begun(some, tmp_path).left
 
 
 def test_the_sources_are_known_by_names_and_contents(tmp_path):
@@ -288,9 +300,9 @@ def test_the_sources_are_known_by_names_and_contents(tmp_path):
 
 def test_old_points_keep_their_day_and_command(tmp_path, monkeypatch):
     points = [Point("a", lambda: {"v": 1}), Point("b", lambda: {"v": 2})]
-    some = stand_in("x", points)
+    some = silent("x", points)
 
-    def carry_out(day: str, command: str) -> dict:
+    def carried_out(day: str, command: str) -> dict:
         class Day(reproduce.date):
             @classmethod
             def today(cls) -> reproduce.date:
@@ -299,15 +311,14 @@ def test_old_points_keep_their_day_and_command(tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setattr(reproduce, "date", Day)
             setting = replace(TINY, command=command)
-            runs = [reproduce.begin(some, setting, tmp_path, fresh=False)]
-            assert reproduce.carry_out(runs, setting, float("inf"))
+            assert carry_out(begun(some, tmp_path, setting), setting=setting)
         return json.loads((tmp_path / "x.json").read_text())
 
     del points[1]
-    first = carry_out("2026-11-23", "one")
+    first = carried_out("2026-11-23", "one")
     assert (first["date"], first["command"]) == ("2026-11-23", "one")
     points.append(Point("b", lambda: {"v": 2}))
-    both = carry_out("2026-11-24", "two")
+    both = carried_out("2026-11-24", "two")
     assert (both["date"], both["command"]) == ("2026-11-23 to 2026-11-24", "one && two")
     kept = {n: json.loads((tmp_path / "points" / "x" / f"{n}.json").read_text()) for n in "ab"}
     assert [(k["date"], k["command"]) for k in kept.values()] == [
@@ -329,14 +340,14 @@ def test_old_points_keep_their_day_and_command(tmp_path, monkeypatch):
     ],
 )
 def test_a_damaged_point_runs_again(damage, tmp_path):
-    some = stand_in("x", [Point("a", lambda: {"v": 1})])
-    assert reproduce.carry_out([reproduce.begin(some, TINY, tmp_path, False)], TINY, float("inf"))
+    some = silent("x", [Point("a", lambda: {"v": 1})])
+    assert carry_out(begun(some, tmp_path))
     file = tmp_path / "points" / "x" / "a.json"
     whole = file.read_text()
     file.write_bytes(damage if isinstance(damage, bytes) else damage.encode())
-    run = reproduce.begin(some, TINY, tmp_path, fresh=False)
-    assert len(run.left) == 1
-    assert reproduce.carry_out([run], TINY, float("inf"))
+    again = begun(some, tmp_path)
+    assert len(again.left) == 1
+    assert carry_out(again)
     assert file.read_text() == whole
 
 
@@ -346,17 +357,17 @@ def test_points_of_other_recordings_run_again(tmp_path):
     stands_in = [replace(point, run=dict) for point in some.points(setting)]
     some = replace(some, points=lambda setting: iter(stands_in))
 
-    def begun(setting: Setting) -> reproduce.Progress:
+    def another(setting: Setting) -> reproduce.Progress:
         reproduce.digest.cache_clear()  # as in another run
-        return reproduce.begin(some, setting, tmp_path / "out", fresh=False)
+        return begun(some, tmp_path / "out", setting)
 
     for size in (63, 62):
         paths = [[i] for i in range(size)]
         (tmp_path / "tree_size64.json").write_text(json.dumps({"Tree_Structure": paths}))
-        assert len(begun(setting).left) == len(stands_in)
-        assert reproduce.carry_out([begun(setting)], setting, float("inf"))
-        assert not begun(setting).left
-    assert len(begun(replace(setting, recordings=None)).left) == len(stands_in)
+        assert len(another(setting).left) == len(stands_in)
+        assert carry_out(another(setting), setting=setting)
+        assert not another(setting).left
+    assert len(another(replace(setting, recordings=None)).left) == len(stands_in)
     other = reproduce.described(setting, EXPERIMENTS["deft-table-6"])
     assert "recordings" not in other, "its points do not depend on them"
 
@@ -382,22 +393,21 @@ def test_experiments_take_turns_and_nothing_begins_after_the_deadline(tmp_path):
         return {}
 
     points = {n: [Point(f"{n}{i}", lambda n=n, i=i: note(f"{n}{i}")) for i in (1, 2)] for n in "xy"}
-    runs = [reproduce.begin(stand_in(n, points[n]), TINY, tmp_path, fresh=False) for n in "xy"]
-    assert reproduce.carry_out(runs, TINY, 0.0)
+    runs = [begun(silent(n, points[n]), tmp_path) for n in "xy"]
+    assert carry_out(*runs, left=-math.inf)
     assert not order
     runs[1].seconds = -1e9  # has had the least time
     runs[0].seconds = 0.0
-    assert reproduce.carry_out(runs, TINY, float("inf"))
+    assert carry_out(*runs)
     assert order == ["y1", "y2", "x1", "x2"]
 
 
 def test_a_point_that_another_program_measures_begins_only_if_its_seconds_are_left(tmp_path):
     began = []
     point = Point("a", lambda: began.append(1) or {})
-    slow = replace(stand_in("x", [point]), seconds=60.0)
+    slow = silent("x", [point], seconds=60.0)
     for left, ran in ((30, 0), (90, 1)):
-        runs = [reproduce.begin(slow, TINY, tmp_path, fresh=False)]
-        assert reproduce.carry_out(runs, TINY, time.monotonic() + left)
+        assert carry_out(begun(slow, tmp_path), left=left)
         assert len(began) == ran
 
 
@@ -571,8 +581,8 @@ def test_only_the_first_of_serial_merges_may_begin_before_the_attention_has_ende
 def test_figure_8_says_which_steps_ran():
     def results(*steps: str) -> dict:
         """Each step takes half as long as the one before it."""
-        every = {t: {"status": "ok", "ms": 0.5**i} for i, t in enumerate(flashforge.STEPS)}
-        return {"a": {"peers": {t: every[t] for t in steps}}}
+        every = {t: 0.5**i for i, t in enumerate(flashforge.STEPS)}
+        return {"a": peers(**{t: every[t] for t in steps})}
 
     all_steps = results(*flashforge.STEPS)
     said = flashforge.steps_sentence(all_steps)
@@ -770,6 +780,18 @@ def test_the_use_of_a_layer_is_the_mean_over_its_kernels_times(monkeypatch):
     assert found == [{"compute": 16.0, "memory": 40.0}, {"failed": "no"}]
 
 
+#: one layer, as the counters are asked for it
+LAYERS = (("ours", "1,4_64,16", 4, 2),)
+
+
+def let_ncu(monkeypatch, folder: Path, script: str) -> None:
+    """Put a shell script in the place of Nsight Compute."""
+    ncu = folder / "ncu"
+    ncu.write_text(f"#!/bin/sh\n{script}\n")
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
 @pytest.mark.parametrize(
     ("lines", "status", "layers", "expected"),
     [
@@ -800,12 +822,9 @@ def test_the_use_of_a_layer_is_the_mean_over_its_kernels_times(monkeypatch):
 def test_counters_that_are_not_whole_are_a_sentence(
     lines, status, layers, expected, tmp_path, monkeypatch
 ):
-    ncu = tmp_path / "ncu"
     printed = "\n".join(lines)
-    ncu.write_text(f"#!/bin/sh\ncat << 'EOF'\n{printed}\nEOF\nexit {status}\n")
-    ncu.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = counters.dram_bytes.__wrapped__((("ours", "1,4_64,16", 4, 2),) * layers)
+    let_ncu(monkeypatch, tmp_path, f"cat << 'EOF'\n{printed}\nEOF\nexit {status}")
+    found = counters.dram_bytes.__wrapped__(LAYERS * layers)
     assert len(found) == layers
     for figures in found:
         assert figures.keys() == expected.keys()
@@ -828,28 +847,23 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("module", "begin"),
+    ("module", "name", "begin"),
     [
-        (tree_attention, lambda: tree_attention.run_ranks(TINY, 256)),
-        (engine, lambda: engine.run_engines.__wrapped__(1)[-1]),
-        (counters, lambda: counters.dram_bytes.__wrapped__((("ours", "1,4_64,16", 4, 2),))[0]),
+        (tree_attention, "benchmarks.kernel.scale", lambda: tree_attention.run_ranks(TINY, 256)),
+        (engine, "benchmarks.engine", lambda: engine.run_engines.__wrapped__(1)[-1]),
+        (counters, "ncu", lambda: counters.dram_bytes.__wrapped__(LAYERS)[0]),
     ],
     ids=["ranks", "engines", "ncu"],
 )
-def test_a_measuring_program_that_hangs_is_a_failed_point(module, begin, tmp_path, monkeypatch):
-    (tmp_path / "ncu").write_text("#!/bin/sh\nsleep 600\n")
-    (tmp_path / "ncu").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+def test_a_measuring_program_that_hangs_is_a_failed_point(
+    module, name, begin, tmp_path, monkeypatch
+):
+    let_ncu(monkeypatch, tmp_path, "sleep 600")
     monkeypatch.setattr(module, "MINUTES", 0)
-    name = {
-        tree_attention: "benchmarks.kernel.scale",
-        engine: "benchmarks.engine",
-        counters: "ncu",
-    }[module]
     figures = begin()
     assert figures == {"failed": f"{name} took more than 0 minutes and was ended"}
-    runs = [reproduce.begin(stand_in("x", [Point("a", lambda: figures)]), TINY, tmp_path, False)]
-    assert not reproduce.carry_out(runs, TINY, float("inf")), "which ends in status 1"
+    run = begun(silent("x", [Point("a", lambda: figures)]), tmp_path)
+    assert not carry_out(run), "which ends in status 1"
 
 
 @pytest.fixture
@@ -895,10 +909,6 @@ def test_the_layers_of_all_token_trees_are_counted_in_one_run(asked):
     assert "up to 16 tiles" in deft.walks_sentence(results)
 
 
-def busy(compute: float, ms: float) -> tuple[dict, dict]:
-    return {"compute": compute, "memory": 2 * compute}, {"status": "ok", "ms": ms}
-
-
 def test_table_14_has_the_time_and_the_use_of_each_method(monkeypatch):
     monkeypatch.setattr(counters, "available", lambda: True)
     asked = []
@@ -909,7 +919,7 @@ def test_table_14_has_the_time_and_the_use_of_each_method(monkeypatch):
 
     def time_methods(setting, w, heads, ways) -> dict:
         assert w.num_reqs * w.query_len == 64 and w.kv_tokens == 4064
-        return {"peers": {m.title: {"status": "ok", "ms": 0.01} for m in ways}}
+        return peers(**{m.title: 0.01 for m in ways})
 
     monkeypatch.setattr(counters, "use", use)
     monkeypatch.setattr(timing, "time_methods", time_methods)
@@ -971,7 +981,7 @@ def test_table_7_pads_the_prompt_of_the_largest_sorting_run(tmp_path, monkeypatc
         timed.append(w)
         times = {"ours": 1.0, "DeFT-Flatten": 2.0, "flash-decoding": w.seq_lens[0] / 1000}
         assert list(times) == [m.title for m in ways]
-        return {"peers": {t: {"status": "ok", "ms": ms} for t, ms in times.items()}}
+        return peers(**times)
 
     monkeypatch.setattr(timing, "time_methods", time_methods)
     results = {p.name: p.run() for p in deft.time_prompts(setting)}
@@ -986,8 +996,7 @@ def test_table_7_pads_the_prompt_of_the_largest_sorting_run(tmp_path, monkeypatc
 def test_figure_13_correlates_the_ratio_with_the_spread():
     def step(spread: float, node: float) -> dict:
         times = {"ours": 1.0, "DeFT-Node": node, "DeFT-Flatten": 1.0}
-        peers = {t: {"status": "ok", "ms": ms} for t, ms in times.items()}
-        return {"peers": peers, "nodes": 3, "spread": spread}
+        return {**peers(**times), "nodes": 3, "spread": spread}
 
     results = {"step 1": step(1, 1), "step 2": step(2, 2), "step 3": step(3, 3)}
     assert deft.iterations_sentence(results).endswith(" of the recorded nodes' lengths 1.00")
@@ -1000,8 +1009,7 @@ def test_points_of_token_trees_say_whose_they_are(tmp_path, monkeypatch):
     (tmp_path / "tree_size32.json").write_text(json.dumps({"Tree_Structure": paths}))
 
     def time_methods(setting, w, heads, ways) -> dict:
-        ok = {"status": "ok", "ms": 1.0}
-        return {"query_len": w.query_len, "peers": {m.title: dict(ok) for m in ways}}
+        return {"query_len": w.query_len, **peers(**{m.title: 1.0 for m in ways})}
 
     monkeypatch.setattr(timing, "time_methods", time_methods)
     setting = replace(TINY, tiny=False, recordings=tmp_path)
@@ -1027,9 +1035,6 @@ def test_figure_15_compares_both_strategies_at_each_size():
         assert node["partial"] / flat["partial"] == pytest.approx(1, abs=0.06)
     said = deft.chunks_sentence({"few-shot 50": figures})
     assert "bytes of Node-Chunk over Flatten at equal sizes: 0.99 to 1.0" in said
-
-    def peers(**ms: float) -> dict:
-        return {"peers": {title: {"status": "ok", "ms": x} for title, x in ms.items()}}
 
     both = {"128 tokens": 3.0, "256 tokens": 2.0, "Flatten, 128 tokens": 1.5, "ours": 1.0}
     said = deft.chunk_times_sentence({"a": peers(**both)})
@@ -1067,13 +1072,11 @@ def test_what_a_program_measures_ends_within_the_seconds_that_minutes_checks():
 def test_points_that_one_run_measures_need_no_more_of_the_minutes(tmp_path):
     for at_once, ran in ((True, 3), (False, 1)):
         points = [Point(n, dict) for n in "abc"]
-        name = f"at once: {at_once}"
-        some = replace(stand_in(name, points), seconds=60.0, at_once=at_once)
-        run = reproduce.begin(some, TINY, tmp_path, fresh=False)
+        run = begun(silent(f"{at_once}", points, seconds=60.0, at_once=at_once), tmp_path)
         run.left = points[:1]
-        assert reproduce.carry_out([run], TINY, float("inf"))
+        assert carry_out(run)
         run.left = points[1:]
-        assert reproduce.carry_out([run], TINY, time.monotonic() + 30)
+        assert carry_out(run, left=30)
         assert run.done == ran
 
 
@@ -1166,8 +1169,9 @@ def test_figure_5_names_the_losses_and_takes_the_faster_baseline():
     def point(ours: float, forge: float, fast: float, faster: float | None = None) -> dict:
         times = {"ours": ours, flashforge.FORGE: forge}
         times |= dict(zip(flashforge.BASELINES, (fast, faster), strict=True))
-        peers = {t: {"status": "ok", "ms": ms} for t, ms in times.items() if ms}
-        return {"peers": {**peers, "other": {"status": "failed", "reason": "memory"}}}
+        found = peers(**{way: ms for way, ms in times.items() if ms})
+        found["peers"]["other"] = {"status": "failed", "reason": "memory"}
+        return found
 
     results = {
         "length: a, 32:32": point(2.0, 1.0, 8.0, 6.0),
