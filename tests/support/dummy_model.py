@@ -79,12 +79,14 @@ def write_small_llama(
     return _write(
         folder, "LlamaConfig", "LlamaForCausalLM", "float16", _sharpen, seed,
         **{**SMALL, "num_hidden_layers": num_layers},
-        num_attention_heads=8,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
+        **_heads(8, num_kv_heads, head_dim),
         tie_word_embeddings=False,
         **extra,
     )  # fmt: skip
+
+
+def _heads(query: int, kv: int, dim: int) -> dict[str, int]:
+    return {"num_attention_heads": query, "num_key_value_heads": kv, "head_dim": dim}
 
 
 def _sharpen(model: Any) -> None:
@@ -101,9 +103,7 @@ def write_small_mixtral(folder: Path) -> Path:
     return _write(
         folder, "MixtralConfig", "MixtralForCausalLM", "float16", _sharpen,
         **SMALL,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
+        **_heads(8, 2, 64),
         sliding_window=None,
         num_local_experts=4,
         num_experts_per_tok=4,
@@ -124,9 +124,7 @@ def write_small_gpt_oss(folder: Path) -> Path:
     return _write(
         folder, "GptOssConfig", "GptOssForCausalLM", "bfloat16", set_sinks,
         **SMALL,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        head_dim=64,
+        **_heads(16, 2, 64),
         num_local_experts=2,
         num_experts_per_tok=2,
         layer_types=ALTERNATING * 2,
@@ -162,9 +160,7 @@ def write_small_gemma2(folder: Path, sliding_window: int = 256) -> Path:
     return _write(
         folder, "Gemma2Config", "Gemma2ForCausalLM", "bfloat16",
         **SMALL,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=128,
+        **_heads(8, 4, 128),
         query_pre_attn_scalar=128,
         attn_logit_softcapping=2.0,
         sliding_window=sliding_window,
@@ -185,9 +181,7 @@ def write_small_gemma3(folder: Path, sliding_window: int = 256) -> Path:
     return _write(
         folder, "Gemma3TextConfig", "Gemma3ForCausalLM", "float16", sharpen,
         **{**SMALL, "num_hidden_layers": 6},
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
+        **_heads(8, 4, 256),
         sliding_window=sliding_window,
         layer_types=["sliding_attention"] * 5 + ["full_attention"],
     )  # fmt: skip
@@ -199,7 +193,6 @@ def write_small_gemma3(folder: Path, sliding_window: int = 256) -> Path:
 QWEN_HYBRID: dict[str, Any] = {
     "num_hidden_layers": 8,
     "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
-    "head_dim": 256,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
@@ -215,8 +208,7 @@ def write_small_qwen3_next(folder: Path) -> Path:
     _write(
         folder, "Qwen3NextConfig", "Qwen3NextForCausalLM", "bfloat16",
         **{**SMALL, **QWEN_HYBRID},
-        num_attention_heads=16,
-        num_key_value_heads=2,
+        **_heads(16, 2, 256),
         num_experts=2,
         num_experts_per_tok=2,
         moe_intermediate_size=512,
@@ -232,8 +224,7 @@ def write_small_qwen3_5(folder: Path) -> Path:
     _write(
         folder, "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", "bfloat16",
         **{**SMALL, **QWEN_HYBRID},
-        num_attention_heads=24,
-        num_key_value_heads=4,
+        **_heads(24, 4, 256),
         mtp_num_hidden_layers=1,
     )  # fmt: skip
     return _add_mtp(folder)

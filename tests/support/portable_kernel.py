@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.support.paged_batches import PagedBatch
+from tests.support.paged_batches import PagedBatch, relative_error
 from tests.support.planning_cases import gpu_config
 from vllm_prefixshare.config import AttentionConfig, part_size
 from vllm_prefixshare.kernels.catalog import Gpu, QTile, q_tile
@@ -20,6 +20,9 @@ from vllm_prefixshare.planning.planner import DecodePlanner
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 H100_SHARED_MEMORY = 227 << 10
+#: error of rounding the attention weights and the result, for one query token, by the type of the
+#: queries; with eight bits P is a float16
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float8_e4m3fn: 1e-3}
 H100 = Gpu((9, 0), 132, H100_SHARED_MEMORY)
 
 
@@ -116,6 +119,14 @@ class Portable:
             self.extras.sinks,
         )
         return out.cpu()
+
+    def assert_right(self) -> None:
+        """Run, and compare output and log-sum-exp with float64."""
+        out = self.run(with_lse=True)
+        wanted, lse = self.batch.expected(self.extras, sliding_window=self.window)
+        tolerance = TOLERANCE[self.batch.q.dtype]
+        assert relative_error(out, wanted) < tolerance
+        torch.testing.assert_close(self.lse.cpu().double(), lse, rtol=0, atol=2 * tolerance)
 
 
 def tree_reference(batch: PagedBatch, tree_mask: np.ndarray) -> torch.Tensor:

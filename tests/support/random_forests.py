@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from tests.support import fuzz_scale as scale
-from tests.support.planning_cases import LinearCost
+from tests.support.planning_cases import LinearCost, make_batch
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.reference import reference_attention
@@ -78,15 +78,10 @@ class ForestCase:
         """The block table: prefix blocks have the first ids, and every other block belongs to one
         request.
         """
-        fresh = 1 + max((b for p in self.prefixes for b in p), default=0)
-        longest = np.maximum(self.planned_lens, self.true_lens)
-        blocks = -(-longest // self.block_size)
-        table = np.zeros((len(blocks), int(blocks.max()) + 1), np.int32)
-        for row, (prefix, count) in enumerate(zip(self.prefixes, blocks.tolist(), strict=True)):
-            own = range(fresh, fresh + count - len(prefix))
-            table[row, :count] = [*prefix, *own]
-            fresh += len(own)
-        return table
+        longest = np.maximum(self.planned_lens, self.true_lens).tolist()
+        filled = [len(prefix) * self.block_size for prefix in self.prefixes]
+        tails = [length - tokens for length, tokens in zip(longest, filled, strict=True)]
+        return make_batch(self.prefixes, tails, self.block_size).block_table
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """q, k_cache, v_cache, and the row whose results overflow (-1: none). Blocks that no

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from tests.support.paged_batches import PagedBatch, as_hnd, paged_batch, relative_error
-from tests.support.portable_kernel import Portable, make_plan, tree_reference
+from tests.support.portable_kernel import TOLERANCE, Portable, make_plan, tree_reference
 from vllm_prefixshare.kernels.catalog import QTile
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 
-#: error of rounding the attention weights and the result, for one query token
-TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 # rows without any token divide by zero and are then discarded, as on a GPU
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -14,7 +14,7 @@ from tests.support.paged_batches import (
     paged_batch,
     relative_error,
 )
-from tests.support.portable_kernel import DEVICE, Portable, make_plan
+from tests.support.portable_kernel import DEVICE, TOLERANCE, Portable, make_plan
 from vllm_prefixshare.kernels.catalog import SHARED_MEMORY, Gpu, QTile, q_tile
 from vllm_prefixshare.kernels.extras import LayerExtras
 
@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
-TOLERANCE = {BF16: 8e-3, FP16: 1e-3, FP8: 1e-3}  # as in test_partial_attention; P is a float16
 HEADS = (6, 2)
 SINKS = torch.tensor([3.0, -2.0, 0.0, 6.0, -1.0, 1.0], device=DEVICE)
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.03, 0.01], device=DEVICE)
@@ -49,14 +48,6 @@ def layer(dtype: torch.dtype = FP16, cache: torch.dtype | None = None, **shape) 
     return batch.as_type(dtype, cache or dtype)
 
 
-def check(kernel: Portable) -> None:
-    out = kernel.run(with_lse=True)
-    wanted, lse = kernel.batch.expected(kernel.extras)
-    tolerance = TOLERANCE[kernel.batch.q.dtype]
-    assert relative_error(out, wanted) < tolerance
-    torch.testing.assert_close(kernel.lse.cpu().double(), lse, rtol=0, atol=2 * tolerance)
-
-
 @pytest.mark.parametrize("name", ["sinks", "soft_cap", "alibi"])
 @pytest.mark.parametrize(
     ("divider", "queries", "block_size", "hnd"),
@@ -69,7 +60,7 @@ def test_features(name, divider, queries, block_size, hnd):
     batch = as_hnd(batch) if hnd else batch
     plan = make_plan(batch, divider)
     assert (plan.num_partials > 0) == (divider != "per_request")
-    check(Portable(plan, batch, extras=EXTRAS[name]))
+    Portable(plan, batch, extras=EXTRAS[name]).assert_right()
 
 
 @pytest.mark.parametrize(
@@ -86,14 +77,14 @@ def test_every_length_at_a_boundary(name, block_size, layout, queries):
     batch = as_hnd(batch) if layout == "HND" else batch
     plan = make_plan(batch, "deft_node")
     assert plan.num_partials > 0
-    check(Portable(plan, batch, extras=extras))
+    Portable(plan, batch, extras=extras).assert_right()
 
 
 def test_long_runs_with_all_features():
     batch = layer(requests=2, document_blocks=18, private_blocks=20)
     kernel = Portable(make_plan(batch, "depth_first"), batch, extras=EXTRAS["all"])
     assert kernel.arrays["run_row"].numel() > 0
-    check(kernel)
+    kernel.assert_right()
 
 
 def test_sinks_beyond_all_scores():
@@ -120,7 +111,7 @@ def test_a_quantised_cache(dtype, head_dim, block_size, queries, bits):
     extras = LayerExtras(sinks=SINKS, soft_cap=20.0 if queries == 1 else 0.0, **scales)
     plan = make_plan(batch, "deft_node")
     assert plan.num_partials > 0
-    check(Portable(plan, batch, extras=extras, bits=bits))
+    Portable(plan, batch, extras=extras, bits=bits).assert_right()
 
 
 @pytest.mark.parametrize("bits", [False, True], ids=["type", "bits"])
@@ -144,7 +135,7 @@ def test_every_number_of_eight_bits_is_read_as_it_is(bits):
 def test_wide_heads(capability):
     tile = q_tile(512, Gpu(capability, 132, SHARED_MEMORY[capability] << 10))
     batch = layer(heads=(2, 1), head_dim=512)
-    check(Portable(make_plan(batch, "deft_node", max_requests=4), batch, tile=tile))
+    Portable(make_plan(batch, "deft_node", max_requests=4), batch, tile=tile).assert_right()
 
 
 def test_a_request_in_pieces_with_all_features():
@@ -155,4 +146,4 @@ def test_a_request_in_pieces_with_all_features():
         alibi_slopes=torch.linspace(0.01, 0.5, 16, device=DEVICE),
     )
     plan = make_plan(batch, max_requests=1)
-    check(Portable(plan, batch, tile=QTile(16, 32, 4, 1, 1), extras=extras))
+    Portable(plan, batch, tile=QTile(16, 32, 4, 1, 1), extras=extras).assert_right()
