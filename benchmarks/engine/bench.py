@@ -1,4 +1,4 @@
-r"""The whole engine on a GPU: stock FLASH_ATTN against PREFIX_SHARE, with the same settings.
+r"""The whole engine on a GPU: a backend of vLLM against PREFIX_SHARE, with the same settings.
 
 Both engines live on the GPU at once and take turns; the waiting engine is stopped. (--apart: each
 engine has its own GPU, and the long workloads run on both at the same time.) Unless a checkpoint is
@@ -12,6 +12,11 @@ these have less than a token in common.
 
     python -m benchmarks.engine --mooncake TRACE.jsonl --deft keywordToT.json \
         --out benchmarks/published/engine.json
+    python -m benchmarks.engine --baseline flashinfer --workloads doc32k,docs8k --out result.json
+
+The baseline, "stock" below, is FLASH_ATTN unless --baseline names another. Cascade attention is
+FLASH_ATTN's in vLLM 0.29 to 0.31, on the V1 runner, in both engines then, where vLLM's heuristics
+choose it.
 
 Rows of shared documents have milliseconds per output token while all requests decode. The documents
 are cached, and each run continues them with other tokens. Other rows (GRPO, Mooncake, DeFT) start
@@ -44,6 +49,7 @@ from benchmarks.engine import workloads as work
 from benchmarks.engine.launch import WORKER, started
 from benchmarks.engine.report import Row
 from benchmarks.engine.shapes import SHAPES
+from benchmarks.support.baselines import BASELINES
 from benchmarks.support.program import (
     add_out,
     make_parser,
@@ -350,11 +356,11 @@ def start(
         settings["gpu_memory_utilization"] = args.memory
         if args.start_together and not args.apart:
             settings["kv_cache_memory_bytes"] = int(KV_PART * args.memory * gpu_bytes())
-        is_latent = bool(config.get("kv_lora_rank"))
-        stock = {"attention_backend": "FLASH_ATTN_MLA" if is_latent else "FLASH_ATTN"}
+        stock = stock_arguments(args.baseline, config)
     if own_weights:
         settings["load_format"] = "dummy"
-    environment = {}
+    # both engines have the runner that the baseline needs
+    environment = BASELINES[args.baseline].environment()
     if args.runner:
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if args.runner == "v2" else "0"
     if args.batch_invariant:
@@ -390,6 +396,24 @@ def start(
         "apart": args.apart,
         "memory": memory,
     }
+
+
+def stock_arguments(baseline: str, config: Row) -> Row:
+    """Engine arguments of the baseline on a GPU.
+
+    Args:
+        baseline: a key of ``BASELINES``.
+        config: of the model.
+
+    Raises:
+        PrefixShareError: the model's layers have no such backend.
+    """
+    chosen = BASELINES[baseline]
+    if not config.get("kv_lora_rank"):
+        return {"attention_backend": chosen.backend, **chosen.arguments()}
+    if baseline != "flash_attn":
+        raise PrefixShareError(f"MLA layers have no baseline {baseline}: leave --baseline out.")
+    return {"attention_backend": "FLASH_ATTN_MLA"}
 
 
 def used_gib(args: argparse.Namespace) -> float:
@@ -432,6 +456,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--shape", choices=SHAPES, default="8b", help="without --model")
     add("--layers", type=int, help="fewer than the shape has, without --model")
     add("--runner", choices=("v1", "v2"), help="vLLM's model runner (default: its own choice)")
+    add("--baseline", default="flash_attn", help=f"one of {','.join(BASELINES)}")
     add("--batch-invariant", action="store_true", help="both engines: VLLM_BATCH_INVARIANT=1")
     add("--tensor-parallel-size", type=int, default=1)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -480,9 +505,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if (needed := longest(name, args)) > args.max_model_len:
             parser.error(f"the workload {name} needs --max-model-len {needed} or more")
     args.cuda = torch.cuda.is_available()
+    check_baseline(parser, args)
     if args.apart and len(visible_gpus()) < gpus_needed(args):
         parser.error(f"--apart needs {gpus_needed(args)} GPUs, here are {len(visible_gpus())}")
     return args
+
+
+def check_baseline(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit with one sentence unless vLLM has the baseline here."""
+    args.baseline = args.baseline.lower()
+    if args.baseline not in BASELINES:
+        parser.error(f"the baseline {args.baseline!r} is unknown: use one of {','.join(BASELINES)}")
+    baseline = BASELINES[args.baseline]
+    if reason := baseline.unavailable():
+        parser.error(f"--baseline {args.baseline}: {reason}")
+    if baseline.cascade and args.runner == "v2":
+        parser.error("--baseline cascade needs the V1 runner: leave --runner out")
+    if args.baseline != "flash_attn" and not args.cuda:
+        parser.error(f"--baseline {args.baseline} needs a GPU: leave it out for CPU_ATTN")
 
 
 def longest(name: str, args: argparse.Namespace) -> int:
@@ -529,6 +569,7 @@ def main(argv: list[str] | None = None) -> int:
             "gpu": torch.cuda.get_device_name() if args.cuda else processor(),
             "versions": versions(),
             "model": args.model.name if args.model else described(args),
+            "baseline": args.baseline,
             "repeats": args.repeats,
             "trace_repeats": args.trace_repeats,
             "bandwidth_tbs": args.bandwidth_tbs,

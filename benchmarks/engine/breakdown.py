@@ -22,7 +22,13 @@ _NAMES = (
     # before attention: one of vLLM's is reshape_and_cache_flash_kernel
     (WRITTEN, re.compile(r"cache_write|reshape_and_cache|concat_and_cache")),
     # FlashAttention's are in the namespace flash; FlashInfer's samplers are no attention
-    (ATTENTION, re.compile(r"flash::|flash_?(attn|fwd|mla)|attention|merge_(states|stacked|attn)")),
+    (
+        ATTENTION,
+        re.compile(
+            r"flash::|flash_?(attn|fwd|mla)|attention|merge_?(states|stacked|attn)"
+            r"|batch(decode|prefill)with|pagedkvcache|fmha|reduce_segments"
+        ),
+    ),
     (PRODUCTS, re.compile(r"nvjet|gemm|gemv|cublas|cutlass|xmma|triton_tem_|split_?k|fused_moe")),
 )
 #: decode steps that are not profiled: the first ones make plans

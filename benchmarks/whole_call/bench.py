@@ -109,6 +109,7 @@ class Bench:
     def _described(self, row: Row) -> Entry:
         return {
             "backend": row.backend_on(self._args.gpu),
+            "arguments": row.arguments(),
             "environment": row.environment(),
             "workloads": {},
             "failed": {},
@@ -142,9 +143,8 @@ class Bench:
                 self.save()
 
     def _engine(self, row: Row, environment: dict[str, str], **settings: Any) -> EngineProcess:
-        engine = EngineProcess(
-            row.backend_on(self._args.gpu), self._model, environment, **self.settings, **settings
-        )
+        settings = {**self.settings, **row.arguments(), **settings}
+        engine = EngineProcess(row.backend_on(self._args.gpu), self._model, environment, **settings)
         if self._dummy:
             try:
                 engine.collective_rpc("randomize_weights")
@@ -207,8 +207,8 @@ class Bench:
 
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "server.log")
-            backend = row.backend_on(args.gpu)
-            with serving.server(self._model, backend, environment, self.settings, log) as url:
+            backend, settings = row.backend_on(args.gpu), {**self.settings, **row.arguments()}
+            with serving.server(self._model, backend, environment, settings, log) as url:
                 if self._dummy:
                     serving.post(f"{url}/collective_rpc", {"method": "randomize_weights"})
                 outcome = serving.alone(
@@ -420,7 +420,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.gpu = has_gpu()
     named = args.rows is not None
-    args.rows = args.rows.split(",") if named else list(ROWS)
+    args.rows = args.rows.lower().split(",") if named else list(ROWS)
     args.workloads = args.workloads.split(",") if args.workloads else list(CHOICES)
     for what, names, known in (
         ("row", args.rows, ALL_ROWS), ("workload", args.workloads, CHOICES),

@@ -2,7 +2,9 @@
 
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
+from benchmarks.support.baselines import BASELINES, Baseline
 from vllm_prefixshare.settings import VARIABLES
 
 #: The setting that selects which parts of the host's work are done once per shared prefix.
@@ -19,19 +21,29 @@ class Row:
     backend: name of the attention backend.
     prompts: value of VLLM_PREFIXSHARE_PROMPTS, or None to leave it unset.
     fastokens: whether vLLM tokenizes with fastokens.
+    cascade: whether vLLM may use cascade attention.
     """
 
     backend: str
     prompts: str | None
     fastokens: bool = False
+    cascade: bool = False
 
     def backend_on(self, gpu: bool) -> str:
         """The attention backend to pass to vLLM on this kind of machine."""
         return CPU_BACKEND if self.backend == BASELINE_BACKEND and not gpu else self.backend
 
+    @property
+    def _baseline(self) -> Baseline:
+        return Baseline(self.backend, self.cascade)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the row's engine, without the backend."""
+        return self._baseline.arguments()
+
     def environment(self) -> dict[str, str]:
         """Environment variables of the row's processes."""
-        found = {FASTOKENS: "1" if self.fastokens else "0"}
+        found = {FASTOKENS: "1" if self.fastokens else "0", **self._baseline.environment()}
         # a version without the setting rejects it, and does what "off" asks for
         if self.prompts is not None and PROMPTS in VARIABLES:
             found[PROMPTS] = self.prompts
@@ -43,7 +55,7 @@ class Row:
             return f"this version has no setting {PROMPTS}"
         if self.fastokens and importlib.util.find_spec("fastokens") is None:
             return "the package fastokens is not installed"
-        return None
+        return self._baseline.unavailable()
 
 
 #: The first row is the baseline.
@@ -57,7 +69,8 @@ ROWS: dict[str, Row] = {
 }
 #: Further baselines, measured where the user names them.
 EXTRA_ROWS: dict[str, Row] = {
-    "flashinfer": Row("FLASHINFER", "off"),
-    "triton_attn": Row("TRITON_ATTN", "off"),
+    name: Row(of.backend, "off", cascade=of.cascade)
+    for name, of in BASELINES.items()
+    if name not in ROWS
 }
 ALL_ROWS = {**ROWS, **EXTRA_ROWS}

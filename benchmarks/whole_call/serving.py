@@ -62,9 +62,9 @@ def flags(settings: Mapping[str, Any]) -> list[str]:
     found = []
     for name, value in settings.items():
         option = f"--{name.replace('_', '-')}"
-        if value is True:
-            found.append(option)
-        elif value is not False and value is not None:
+        if isinstance(value, bool):
+            found.append(option if value else option.replace("--", "--no-", 1))
+        elif value is not None:
             text = json.dumps(value) if isinstance(value, dict) else str(value)
             found += [option, text]
     return found

@@ -25,6 +25,10 @@ NAMES = {
         "flash::prepare_varlen_num_blocks_kernel(int, int, int, int const*)",
         "void vllm::merge_attn_states_kernel<__nv_bfloat16, 128>(",
         "kernel_unified_attention_2d",
+        "reduce_segments",
+        "void flashinfer::BatchDecodeWithPagedKVCacheKernel<(flashinfer::PosEncodingMode)0, 2u, ",
+        "void flashinfer::PersistentVariableLengthMergeStatesKernel<8u, 16u, 8u, 4u, float, ",
+        "void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<",
     ),
     WRITTEN: (
         "_cache_write",

@@ -188,8 +188,8 @@ def test_host_time_is_that_of_full_attention():
     from benchmarks.engine.worker import BenchWorker
 
     class Builder:
-        def build(self) -> SimpleNamespace:
-            return SimpleNamespace(max_query_len=1)
+        def build(self, common_prefix_len: int, common_attn_metadata: Any) -> SimpleNamespace:
+            return SimpleNamespace()  # FlashInfer's metadata has no max_query_len
 
     def group(spec: Any) -> SimpleNamespace:
         builder = Builder()
@@ -200,7 +200,9 @@ def test_host_time_is_that_of_full_attention():
     worker = SimpleNamespace(model_runner=SimpleNamespace(attn_groups=groups))
     assert BenchWorker.metadata_times(worker) == []
     for (each,) in groups:
-        each.get_metadata_builder().build()
+        build = each.get_metadata_builder().build
+        build(0, SimpleNamespace(max_query_len=1))
+        build(common_prefix_len=0, common_attn_metadata=SimpleNamespace(max_query_len=2))
     assert len(BenchWorker.metadata_times(worker)) == 1
 
 
