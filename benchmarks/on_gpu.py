@@ -5,6 +5,8 @@
     python -m benchmarks.on_gpu figures kernel_fp8 kernel_mla
     python -m benchmarks.on_gpu figures kernel --path FASTTREE=~/FastTree-Artifact ...
 
+Figures take --resume: what an interrupted run has written to --out is kept, and the rest measured.
+
 Tests and fuzzing share the GPUs and the cores, since nothing of them is timed; on several GPUs
 a step that needs one gets that with the fewest steps. A larger
 ``--cores`` than the machine has does not help: processes take turns on the GPU, and many engines at
@@ -27,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.support.program import ROOT, make_parser, visible_gpus
+from benchmarks.support.program import RESUME, ROOT, add_resume, make_parser, visible_gpus
 
 PROGRAM = "benchmarks.on_gpu"
 
@@ -53,9 +55,13 @@ FOREST_RUNS, FORESTS = 22, 235  # 5,170 in all
 ENGINE = "-m benchmarks.engine --start-together"
 #: FastTree's workloads: 512 requests of Llama-2-7B need a GPU for each engine
 ENGINES_APART = (
-    "-m benchmarks.engine --apart --memory 0.9 --breakdown --tokens 256 --repeats 2 "
+    f"{ENGINE} --apart --memory 0.9 --breakdown --tokens 256 --repeats 2 "
     "--workloads fasttree_a,fasttree_b,fasttree_c,fasttree_d"
 )
+#: workloads on which PREFIX_SHARE is compared with other baselines than FLASH_ATTN
+OPPOSED = "doc32k,docs8k,samples,doc4k,unshared"
+#: benchmarks whose interrupted runs can be resumed
+RESUMABLE = ("benchmarks.engine", "benchmarks.kernel")
 #: figures that were not published yet; later their commands are in their files
 NEW = {
     "engine_long": f"{ENGINE} --workloads doc32k,few,single --tokens 512 --repeats 2",
@@ -64,6 +70,10 @@ NEW = {
         "--deft DEFT --peers ours,portable,fa2,fa3,fa3_cascade,flashinfer,flashinfer_cascade,"
         "fasttree,deft"
     ),
+    **{
+        f"engine_{name}": f"{ENGINE} --baseline {name} --workloads {OPPOSED}"
+        for name in ("flashinfer", "triton_attn", "cascade")
+    },
     "engine_fasttree_llama2": f"{ENGINES_APART} --shape llama2-7b",
     "engine_fasttree_mistral": f"{ENGINES_APART} --shape mistral-7b",
 }
@@ -129,8 +139,8 @@ def fuzz(out: Path) -> Iterator[Step]:
         yield Step(f"forests_{seed}", f"{pytest} random", environment=environment)
 
 
-def figure(name: str, out: Path, paths: dict[str, str]) -> Step:
-    """The command of a published file, or of ``NEW``.
+def figure(name: str, out: Path, paths: dict[str, str], resume: bool = False) -> Step:
+    """The command of a published file, or of ``NEW``; ``resume`` where its benchmark can.
 
     Raises:
         ValueError: there is no such file, it names no command, or a path is missing.
@@ -146,6 +156,8 @@ def figure(name: str, out: Path, paths: dict[str, str]) -> Step:
     words[words.index("--out") + 1] = f"{out}/{name}.json"
     if missing := [w for w in words if w.isupper() and not w.startswith("-")]:
         raise ValueError(f"{name}: where is {missing[0]}? Pass --path {missing[0]}=FOLDER.")
+    if resume and words[1] in RESUMABLE:
+        words.append(RESUME)
     return Step(name, shlex.join(words), cores=sys.maxsize, gpus=2)
 
 
@@ -252,13 +264,14 @@ def main(argv: list[str] | None = None) -> int:
         metavar="NAME=PATH",
         help="what stands for NAME in a command, such as FASTTREE: the checkout of a peer",
     )
+    add_resume(parser)
     parser.add_argument("--list", action="store_true", help="show the commands, and run nothing")
     args = parser.parse_intermixed_args(argv)
     out = args.out.resolve()
     try:
         if args.what == "figures":
             paths = dict(path.split("=", 1) for path in args.path)
-            steps = [figure(name, out, paths) for name in args.names]
+            steps = [figure(name, out, paths, args.resume) for name in args.names]
         else:
             steps = list((tests if args.what == "tests" else fuzz)(out))
     except ValueError as e:

@@ -52,13 +52,14 @@ from benchmarks.engine.shapes import SHAPES
 from benchmarks.support.baselines import BASELINES
 from benchmarks.support.program import (
     add_out,
+    add_resume,
     make_parser,
     one_sentence,
     recorded_command,
     visible_gpus,
 )
 from benchmarks.support.prompt_trees import FASTTREE, PromptTree
-from benchmarks.support.results import versions, write
+from benchmarks.support.results import resumed, versions, write
 from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import (
     PREFIX_SHARE,
@@ -474,6 +475,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--scale", type=float, default=1.0, help="factor for smaller documents and batches")
     add_out(parser)
+    add_resume(parser)
     args = parser.parse_args(argv)
     given = {"mooncake": args.mooncake, "deft": args.deft}
     if args.workloads:
@@ -553,6 +555,27 @@ def described(args: argparse.Namespace) -> str:
     return f"{SHAPES[args.shape].title}{fewer}, random weights, bfloat16"
 
 
+def header(args: argparse.Namespace) -> Row:
+    """What is known of a run before its engines start."""
+    return {
+        "command": recorded_command(PROGRAM),
+        "gpu": torch.cuda.get_device_name() if args.cuda else processor(),
+        "versions": versions(),
+        "model": args.model.name if args.model else described(args),
+        "baseline": args.baseline,
+        "repeats": args.repeats,
+        "trace_repeats": args.trace_repeats,
+        "bandwidth_tbs": args.bandwidth_tbs,
+        "max_gap": args.max_gap,
+        "scale": args.scale,
+    }
+
+
+def last_line(error: Exception) -> str:
+    """What an exception of an engine's process ends with."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
 @one_sentence(PROGRAM)
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
@@ -563,45 +586,32 @@ def main(argv: list[str] | None = None) -> int:
             model = write_llama_8b(folder, **fields(args))
         elif not (model / "config.json").is_file():
             raise PrefixShareError(f"model {model} is not a checkpoint folder.")
+        result = header(args)
+        rows = resumed(args.out, result, "rows") if args.resume else []
         engines, settings = start(args, model, args.model is None, stack)
-        result: Row = {
-            "command": recorded_command(PROGRAM),
-            "gpu": torch.cuda.get_device_name() if args.cuda else processor(),
-            "versions": versions(),
-            "model": args.model.name if args.model else described(args),
-            "baseline": args.baseline,
-            "repeats": args.repeats,
-            "trace_repeats": args.trace_repeats,
-            "bandwidth_tbs": args.bandwidth_tbs,
-            "max_gap": args.max_gap,
-            "scale": args.scale,
-            **settings,
-            "rows": [],
-            "left_out": {},
-        }
+        result |= {**settings, "rows": rows, "left_out": {}}
         print(report.heading(result), flush=True)
         bench = Bench(args, model, engines)
-        timed: dict[str, Row] = {}
-        for name in args.workloads:
+        timed: dict[str, Row] = {row["name"]: row for row in rows}
+        for name in (n for n in args.workloads if n not in timed):
             try:
-                row = bench.measure(name)
-            except PrefixShareError as e:
-                result["left_out"][name] = str(e)
-                print(f"{name}: left out: {e}", flush=True)
+                row = {"name": name, **bench.measure(name)}
+            except (PrefixShareError, RuntimeError) as e:  # the engine may have ended
+                result["left_out"][name] = last_line(e)
+                print(f"{name}: left out: {last_line(e)}", flush=True)
             else:
-                result["rows"].append(row)
+                rows.append(row)
                 timed[name] = row
                 print(report.line(row), flush=True)
             write(args.out, result)
         if args.breakdown:  # last, because a profiler may leave later steps slower
             result["no_breakdown"] = {}
-            for name in (n for n in timed if n in DECODED):
+            for name in (n for n, row in timed.items() if n in DECODED and not row["breakdown"]):
                 try:
                     timed[name]["breakdown"] = bench.breakdown(name)
-                except (PrefixShareError, RuntimeError) as e:  # the engine may have ended
-                    reason = (str(e).strip().splitlines() or [type(e).__name__])[-1]
-                    result["no_breakdown"][name] = reason
-                    print(f"{name}: no breakdown: {reason}", flush=True)
+                except (PrefixShareError, RuntimeError) as e:
+                    result["no_breakdown"][name] = last_line(e)
+                    print(f"{name}: no breakdown: {last_line(e)}", flush=True)
                 else:
                     print(report.breakdown_line(timed[name]), flush=True)
                 write(args.out, result)

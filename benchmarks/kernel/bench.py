@@ -52,11 +52,12 @@ from benchmarks.support.machine_rates import MachineRates, measure_rates
 from benchmarks.support.program import (
     CHECKOUTS,
     add_out,
+    add_resume,
     make_parser,
     one_sentence,
     recorded_command,
 )
-from benchmarks.support.results import versions, write
+from benchmarks.support.results import resumed, versions, write
 from benchmarks.support.trees import Workload, tree
 from benchmarks.support.workload_sets import WORKLOAD_SETS, workload_set
 from vllm_prefixshare import LayerExtras
@@ -412,6 +413,7 @@ def parse(
         parser.add_argument(f"--{name}", type=Path, help=f"your checkout of {name}")
     parser.add_argument("--deft-data", type=Path, help="folder of DeFT's recorded trees")
     add_out(parser)
+    add_resume(parser)
     args = parser.parse_args(argv)
     args.workloads = args.workloads.split(",") if args.workloads else []
     if not args.workloads and not args.tree:
@@ -468,6 +470,9 @@ def main(argv: list[str] | None = None) -> int:
         "titles": {name: PEERS[name][2] for name in args.peers},
         "cells": [],
     }
+    if args.resume:
+        result["cells"] = resumed(args.out, result, "cells")
+    there = {(cell["workload"], cell["heads"]) for cell in result["cells"]}
     print(report.heading(result), flush=True)
     options = Options(
         args.device,
@@ -487,6 +492,8 @@ def main(argv: list[str] | None = None) -> int:
     broken = False
     try:
         for w, heads in product(workloads(args), args.heads):
+            if (w.name, f"{heads[0]}:{heads[1]}") in there:
+                continue
             try:
                 cell = run_cell(w, heads, peers, timer, rates, args)
             except torch.OutOfMemoryError as e:

@@ -21,6 +21,7 @@ from vllm_prefixshare.core import PrefixShareError
 ROOT = Path(__file__).resolve().parents[2]
 #: kernels of other projects that are taken from the user's own checkouts
 CHECKOUTS = ("fasttree", "deft", "pat")
+RESUME = "--resume"
 
 P = ParamSpec("P")
 
@@ -39,9 +40,18 @@ def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="write the results here as JSON")
 
 
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Add ``--resume``; see ``results.resumed``."""
+    parser.add_argument(
+        RESUME,
+        action="store_true",
+        help="keep what the same command has already written to --out, and measure the rest",
+    )
+
+
 def recorded_command(program: str) -> str:
     """The command with which ``program`` was started, as published files record it."""
-    return shlex.join(["python", "-m", program, *sys.argv[1:]])
+    return shlex.join(["python", "-m", program, *(x for x in sys.argv[1:] if x != RESUME)])
 
 
 def one_sentence(

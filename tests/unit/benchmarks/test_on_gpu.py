@@ -191,7 +191,8 @@ def test_figures_that_were_not_published_yet_have_commands_too(tmp_path):
     steps = [on_gpu.figure(name, tmp_path, CHECKOUTS) for name in on_gpu.NEW]
     assert all(step.command.endswith(f"--out {tmp_path}/{step.name}.json") for step in steps)
     published = {path.stem for path in on_gpu.PUBLISHED.glob("*.json")}
-    assert {step.name for step in steps} == {*ENGINES, *KERNELS, *OF_FASTTREE} - published
+    named = {*ENGINES, *KERNELS, *OF_FASTTREE, *OPPONENTS}
+    assert {step.name for step in steps} == named - published
 
 
 def arguments_of(name: str) -> list[str]:
@@ -200,6 +201,8 @@ def arguments_of(name: str) -> list[str]:
 
 
 CHECKOUTS = {"FASTTREE": "fasttree", "DEFT": "deft"}
+#: other baselines than FLASH_ATTN
+OPPONENTS = ("engine_flashinfer", "engine_triton_attn", "engine_cascade")
 #: FastTree's figures 9 and 10
 OF_FASTTREE = ("kernel_fasttree", "engine_fasttree_llama2", "engine_fasttree_mistral")
 #: figures of engines -> the shape of the model
