@@ -295,7 +295,7 @@ def main() -> int:
     else:
         runner = GpuRunner(attention, args.kernel)
     table, source = choose_table(runner, attention, args.table)
-    estimate = analytic_cost(attention, "torch" if args.device == "cpu" else "hopper")
+    estimate = analytic_cost(attention, runner.kernel)
     costs: dict[bool, CostModel] = {False: table, True: estimate}
     print(f"{runner.name}, kernel {runner.kernel}, cost table: {source}")
     for spec in args.trees:

@@ -121,7 +121,35 @@ def ablation_table() -> str:
         "workloads."
     )
     rows = ((name, f"{ratio:.2f}") for name, ratio in result["slowdown"].items())
-    return "\n".join([how, "", *table("plan | time", rows)])
+    cells = (
+        "Microseconds of each workload by the measured cost table and by the estimate (over the "
+        "first), and the fastest other divider with its time over the default's:"
+    )
+    return "\n".join([how, "", *table("plan | time", rows), "", cells, "", *ablation_cells(result)])
+
+
+def ablation_cells(result: Result) -> list[str]:
+    """One line per workload: measured against estimated costs, and who is faster."""
+    lines = []
+    for spec, found in result["trees"].items():
+        ms = {name: cell["ms"] for name, cell in found.items() if "ms" in cell}
+        entries = []
+        for plan in ("default", "flashforge"):
+            measured = ms["default" if plan == "default" else "divider flashforge"]
+            estimated = ms[f"{plan}, analytic cost"]
+            entries += [
+                f"{measured * 1e3:.1f}",
+                f"{estimated * 1e3:.1f} ({estimated / measured:.2f})",
+            ]
+        of_default = ("default", "divider depth_first", "default, analytic cost")
+        others = {name: t for name, t in ms.items() if name not in of_default}
+        best = min(others, key=lambda name: others[name])
+        lines.append((spec, *entries, f"{best}, {others[best] / ms['default']:.2f}"))
+    return table(
+        "workload | default, measured | default, estimated | flashforge, measured "
+        "| flashforge, estimated | fastest other divider",
+        lines,
+    )
 
 
 def resources_table() -> str:
