@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.support.program import RESUME, ROOT, add_resume, make_parser, visible_gpus
+from benchmarks.support.prompt_trees import FLASHFORGE
 
 PROGRAM = "benchmarks.on_gpu"
 
@@ -74,6 +75,9 @@ NEW = {
         f"engine_{name}": f"{ENGINE} --baseline {name} --workloads {OPPOSED}"
         for name in ("flashinfer", "triton_attn", "cascade")
     },
+    "engine_flashforge": (
+        f"{ENGINE} --breakdown --tokens 32 --repeats 2 --workloads {','.join(FLASHFORGE)}"
+    ),
     "engine_fasttree_llama2": f"{ENGINES_APART} --shape llama2-7b",
     "engine_fasttree_mistral": f"{ENGINES_APART} --shape mistral-7b",
 }

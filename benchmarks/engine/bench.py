@@ -58,7 +58,7 @@ from benchmarks.support.program import (
     recorded_command,
     visible_gpus,
 )
-from benchmarks.support.prompt_trees import FASTTREE, PromptTree
+from benchmarks.support.prompt_trees import FASTTREE, FLASHFORGE, PromptTree
 from benchmarks.support.results import resumed, versions, write
 from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import (
@@ -78,10 +78,12 @@ Engines = dict[str, EngineProcess]
 
 RECORDED = ("mooncake", "deft")
 #: workloads in which all requests decode at once
-DECODED: dict[str, work.SharedDocuments | PromptTree] = {**work.FIXED, **work.SWEEP, **FASTTREE}
+DECODED: dict[str, work.SharedDocuments | PromptTree] = {
+    **work.FIXED, **work.SWEEP, **FASTTREE, **FLASHFORGE,
+}  # fmt: skip
 WORKLOADS = (*DECODED, *work.QUESTIONS, "grpo", *RECORDED)
 #: workloads that run only if they are named
-ON_REQUEST = {*work.QUESTIONS, *work.SWEEP, *FASTTREE}
+ON_REQUEST = {*work.QUESTIONS, *work.SWEEP, *FASTTREE, *FLASHFORGE}
 #: the KV cache's part of an engine's memory where both start together: they would count each
 #: other's memory if they measured what is free
 KV_PART = 0.65
@@ -437,7 +439,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder (default: Llama-3.1-8B's shape)")
-    usual = "all but questions, sweep and fasttree, recorded ones with their files given"
+    usual = "all but questions, sweep, fasttree and forge, recorded ones with their files given"
     add("--workloads", help=f"some of {','.join(WORKLOADS)} (default: {usual})")
     add("--tokens", type=int, default=64, help="output tokens of shared documents")
     add("--repeats", type=int, default=3, help="timed runs of shared documents")

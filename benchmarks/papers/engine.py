@@ -3,12 +3,14 @@
 import json
 from collections.abc import Iterator
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.engine.breakdown import attention_ms
 from benchmarks.papers.experiment import Figures, Point, Results, Series, Setting, span
 from benchmarks.support import program
+from benchmarks.support.prompt_trees import FLASHFORGE
 from benchmarks.support.published import table
 
 #: workloads of benchmarks.engine: one document of growing length
@@ -23,24 +25,32 @@ ENGINES = ("stock", "PREFIX_SHARE")
 
 
 @cache
-def run_engines(repeats: int) -> list[Figures]:
-    """Rows of ``benchmarks.engine``, in the order of ``WORKLOADS``; or ``failed`` with a reason."""
+def run_engines(repeats: int, workloads: tuple[str, ...] = WORKLOADS) -> list[Figures]:
+    """Rows of ``benchmarks.engine``, in the order of ``workloads``; or ``failed`` with a reason."""
     with TemporaryDirectory() as folder:
         out = Path(folder) / "engine.json"
         command = [
             *program.module_command("benchmarks.engine", "--start-together", "--breakdown"),
-            *("--workloads", ",".join(WORKLOADS)),
+            *("--workloads", ",".join(workloads)),
             *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)),
             *("--repeats", str(min(repeats, 2)), "--out", str(out)),
         ]
         try:
             done = program.run(command, MINUTES)
+            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
         except TimeoutError as e:
-            return [{"failed": str(e)}] * len(WORKLOADS)
-        if done.returncode or not out.exists():
-            said = done.stderr.strip().splitlines() or ["no output"]
-            return [{"failed": said[-1]}] * len(WORKLOADS)
-        return json.loads(out.read_text())["rows"]
+            reason = str(e)
+        if not out.exists():
+            return [{"failed": reason}] * len(workloads)
+        result = json.loads(out.read_text())  # has the rows that were measured until then
+    from benchmarks.engine.bench import is_wrong
+
+    found: dict[str, Figures] = {
+        name: {"failed": result["left_out"].get(name, reason)} for name in workloads
+    }
+    for row in result["rows"]:
+        found[row["name"]] = {**row, "right": not is_wrong(row["agreement"], result["max_gap"])}
+    return list(found.values())
 
 
 def time_engines(setting: Setting) -> Iterator[Point]:
@@ -48,6 +58,16 @@ def time_engines(setting: Setting) -> Iterator[Point]:
         return
     for i, name in enumerate(WORKLOADS):
         yield Point(name, lambda i=i: run_engines(setting.repeats)[i])
+
+
+def time_sweeps(setting: Setting) -> Iterator[Point]:
+    """FlashForge's other sweeps; the engines start once for each."""
+    if setting.device != "cuda" or setting.tiny:
+        return
+    for _, names in groupby(FLASHFORGE, lambda name: name.rstrip("0123456789")):
+        of_sweep = tuple(names)
+        for i, name in enumerate(of_sweep):
+            yield Point(name, lambda i=i, of=of_sweep: run_engines(setting.repeats, of)[i])
 
 
 def from_engine(engine: dict) -> dict:

@@ -24,6 +24,7 @@ FIGURE_9 = {
 #: experiments that another benchmark measures: its published results, and how to read them
 OTHER_RUNS = {
     "flashforge-figure-7": ("engine_sweep", from_engine),
+    "flashforge-figure-7-sweeps": ("engine_flashforge", from_engine),
     "tree-attention-figure-3": ("scale", from_scale),
 }
 

@@ -1,9 +1,10 @@
-"""Prompts that form a tree, and FastTree's four workloads of whole engines (section 6.2), as the
-artifact's ``sglang_v0.2.13_bench/benchmarks`` builds them.
+"""Prompts that form a tree: FastTree's four workloads of whole engines (section 6.2), as the
+artifact's ``sglang_v0.2.13_bench/benchmarks`` builds them, and FlashForge's sweeps (section 6.1).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -130,4 +131,70 @@ FASTTREE = {
     "fasttree_d": PromptTree(
         "D, multi-document QA", *radix(document_paths(), DOCUMENT), 8, QUESTION
     ),
+}
+
+#: a tree of FlashForge: its name, and parents and tokens of its nodes; leaves are requests
+Nodes = tuple[str, list[int], list[int]]
+#: context of FlashForge's sweeps in engines, which hold the KV of every node: 258k tokens at most
+FORGE_CONTEXT = 24_576
+
+
+def level_nodes(levels: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Parents and tokens of the nodes of a regular tree, or forest.
+
+    Args:
+        levels: for each level the number of its nodes, and the tokens of each of them.
+    """
+    parents = [-1] * levels[0][0]
+    begin = 0
+    for (above, _), (count, _) in pairwise(levels):
+        parents += [begin + i * above // count for i in range(count)]
+        begin += above
+    return parents, [tokens for count, tokens in levels for _ in range(count)]
+
+
+def spec_of(levels: Sequence[tuple[int, int]]) -> str:
+    """Its description for ``trees.tree``."""
+    return "_".join(",".join(map(str, of)) for of in zip(*levels, strict=True))
+
+
+def flashforge_trees(context: int) -> dict[str, list[Nodes]]:
+    """FlashForge's five sweeps, with a context of so many tokens. Where the paper leaves a size
+    open: two requests for binary trees of depth 2, eight for the shared ratio, 256 private tokens
+    for the batch.
+    """
+    ratios = [context * percent // 100 for percent in (10, 30, 50, 70, 90)]
+    levels = {
+        "length": [[(1, context), (2, private)] for private in (512, 1024, 2048, 4096, 8192)],
+        "batch": [[(1, context), (batch, 256)] for batch in (4, 8, 16, 32, 64)],
+        "depth": [
+            [(2**level, context // depth) for level in range(depth)] for depth in range(2, 7)
+        ],
+        "ratio": [[(1, shared), (8, (context - shared) // 8)] for shared in ratios],
+    }
+    found = {
+        sweep: [(spec_of(each), *level_nodes(each)) for each in of] for sweep, of in levels.items()
+    }
+    shapes = {}
+    for arity, depth in ((2, 4), (3, 3), (4, 3), (5, 3)):
+        count = sum(arity**level for level in range(depth))
+        shapes[f"full {arity}T"] = [-1, *((i - 1) // arity for i in range(1, count))]
+    # only the left one of two children has children
+    shapes["degenerate tree"] = [-1, *(max(0, 2 * (i // 2) - 1) for i in range(10))]
+    # the tokens are divided over all nodes evenly
+    found["shape"] = [
+        (name, parents, [context // len(parents)] * len(parents))
+        for name, parents in shapes.items()
+    ]
+    return found
+
+
+#: all but the length, which ``benchmarks.engine`` sweeps up to 120k tokens
+FLASHFORGE = {
+    f"forge_{sweep}{i}": PromptTree(
+        f"FlashForge, {sweep}: {name}", tuple(parents), tuple(tokens), 1, 64
+    )
+    for sweep, of in flashforge_trees(FORGE_CONTEXT).items()
+    if sweep != "length"
+    for i, (name, parents, tokens) in enumerate(of, 1)
 }

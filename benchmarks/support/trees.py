@@ -7,11 +7,11 @@ because the block's content differs from there on.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.support.prompt_trees import level_nodes
 from vllm_prefixshare.cli.batches import tree_levels
 from vllm_prefixshare.core import IntArray, PrefixShareError
 
@@ -196,11 +196,4 @@ def tree(spec: str, block_size: int = 16, spare: int = 0, seed: int = 0) -> Work
     Raises:
         PrefixShareError: the description is not of that form.
     """
-    counts, lengths = zip(*tree_levels(spec), strict=True)
-    parents = [-1] * counts[0]
-    begin = 0
-    for above, count in pairwise(counts):
-        parents += [begin + i * above // count for i in range(count)]
-        begin += above
-    tokens = [length for n, length in zip(counts, lengths, strict=True) for _ in range(n)]
-    return forest(spec, parents, tokens, block_size, spare=spare, seed=seed)
+    return forest(spec, *level_nodes(tree_levels(spec)), block_size, spare=spare, seed=seed)

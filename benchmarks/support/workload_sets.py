@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.support.prompt_trees import flashforge_trees
 from benchmarks.support.trees import Workload, forest, tree
 from vllm_prefixshare.core import IntArray, PrefixShareError
 
@@ -66,31 +67,10 @@ def fasttree(block_size: int) -> Iterator[Workload]:
 
 
 def flashforge(block_size: int) -> Iterator[Workload]:
-    """FlashForge's sweeps (section 6.1). Where the paper leaves a size open: two requests for
-    binary trees of depth 2, eight for the shared ratio, 256 private tokens for the batch.
-    """
-    for private in (512, 1024, 2048, 4096, 8192):
-        yield tree(f"1,2_{LONG},{private}", block_size)
-    for batch in (4, 8, 16, 32, 64):
-        yield tree(f"1,{batch}_{LONG},256", block_size)
-    for depth in range(2, 7):
-        counts = ",".join(str(2**level) for level in range(depth))
-        lengths = ",".join([str(LONG // depth)] * depth)
-        yield tree(f"{counts}_{lengths}", block_size)
-    for percent in (10, 30, 50, 70, 90):
-        shared = LONG * percent // 100
-        yield tree(f"1,8_{shared},{(LONG - shared) // 8}", block_size)
-    for arity, depth in ((2, 4), (3, 3), (4, 3), (5, 3)):
-        count = sum(arity**level for level in range(depth))
-        yield _even(f"full {arity}T", [(i - 1) // arity for i in range(count)], block_size)
-    # degenerate: only the left one of two children has children
-    yield _even("degenerate tree", [-1, *[max(0, 2 * (i // 2) - 1) for i in range(10)]], block_size)
-
-
-def _even(name: str, parents: list[int], block_size: int) -> Workload:
-    """The 120k tokens divided over all nodes evenly."""
-    parents = [-1, *parents[1:]]
-    return forest(name, parents, [LONG // len(parents)] * len(parents), block_size)
+    """FlashForge's sweeps (section 6.1)."""
+    for nodes in flashforge_trees(LONG).values():
+        for name, parents, tokens in nodes:
+            yield forest(name, parents, tokens, block_size)
 
 
 def grpo(block_size: int) -> Iterator[Workload]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import on_gpu
+from benchmarks.support.prompt_trees import FLASHFORGE
 from benchmarks.support.workload_sets import FASTTREE
 from vllm_prefixshare.config import FP8, LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.kernels.catalog import Gpu, candidates
@@ -191,7 +192,7 @@ def test_figures_that_were_not_published_yet_have_commands_too(tmp_path):
     steps = [on_gpu.figure(name, tmp_path, CHECKOUTS) for name in on_gpu.NEW]
     assert all(step.command.endswith(f"--out {tmp_path}/{step.name}.json") for step in steps)
     published = {path.stem for path in on_gpu.PUBLISHED.glob("*.json")}
-    named = {*ENGINES, *KERNELS, *OF_FASTTREE, *OPPONENTS}
+    named = {*ENGINES, *KERNELS, *OF_FASTTREE, *OPPONENTS, "engine_flashforge"}
     assert {step.name for step in steps} == named - published
 
 
@@ -239,6 +240,15 @@ def test_fasttrees_figures_have_its_trees_workloads_and_models(monkeypatch):
         assert args.workloads == [f"fasttree_{x}" for x in "abcd"] and args.breakdown
         shape = bench_engine.SHAPES[args.shape].fields
         assert shape.get("num_key_value_heads", 8) == heads
+
+
+def test_flashforges_sweeps_fit_an_engine():
+    from benchmarks.engine import bench as bench_engine
+
+    args = bench_engine.parse(arguments_of("engine_flashforge"))
+    assert args.workloads == list(FLASHFORGE) and args.breakdown
+    # of 128 KiB each, next to another engine on an H200
+    assert max(w.distinct_tokens(args.tokens) for w in FLASHFORGE.values()) < 300_000
 
 
 @pytest.mark.parametrize("name", ENGINES)

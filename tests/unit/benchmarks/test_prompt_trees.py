@@ -1,12 +1,22 @@
 """Prompts that form a tree, and FastTree's workloads of whole engines."""
 
+import numpy as np
 import pytest
 
 from benchmarks.engine import bench
 from benchmarks.papers import fasttree
 from benchmarks.papers.experiment import Setting
-from benchmarks.support.prompt_trees import FASTTREE, PromptTree, document_paths, radix
-from benchmarks.support.trees import forest
+from benchmarks.support.prompt_trees import (
+    FASTTREE,
+    FLASHFORGE,
+    FORGE_CONTEXT,
+    PromptTree,
+    document_paths,
+    flashforge_trees,
+    radix,
+)
+from benchmarks.support.trees import forest, tree
+from benchmarks.support.workload_sets import flashforge
 
 SMALL = PromptTree("small", (-1, 0, 0, 1), (32, 16, 48, 16), 3, 5)
 
@@ -56,6 +66,21 @@ def test_fasttrees_workloads_are_those_of_its_artifact():
     starts = {tuple(path[:n]) for path in paths for n in range(1, 5)}
     assert len(FASTTREE["fasttree_d"].parents) == len(starts)
     assert all(len(set(path)) == 4 and max(path) < 17 for path in paths)
+
+
+def test_flashforges_sweeps_are_the_trees_of_its_layers():
+    layers = list(flashforge(16))
+    trees = [of for sweep in flashforge_trees(122_880).values() for of in sweep]
+    assert [w.name for w in layers] == [name for name, _, _ in trees]
+    assert layers[0].name == "1,2_122880,512" and layers[-1].name == "degenerate tree"
+    assert [w.num_reqs for w in layers[10:15]] == [2, 4, 8, 16, 32]
+    for w, (name, *nodes) in zip(layers[10:15], trees[10:15], strict=True):
+        of_spec, same = tree(name), forest(name, *nodes)
+        assert np.array_equal(of_spec.block_table, same.block_table)
+        assert np.array_equal(w.seq_lens, same.seq_lens)
+    # in engines every leaf is cached and has one request
+    assert [w.num_reqs for w in FLASHFORGE.values()] == [w.num_reqs for w in layers[5:]]
+    assert all(w.document_tokens <= FORGE_CONTEXT + 256 for w in FLASHFORGE.values())
 
 
 def test_a_layer_has_the_requests_half_way_through_their_answers(monkeypatch):

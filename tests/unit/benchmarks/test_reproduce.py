@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -1060,9 +1061,11 @@ def test_what_a_program_measures_ends_within_the_seconds_that_minutes_checks():
     limits = {
         "flashforge-figure-6-dram": counters,
         "flashforge-figure-7": engine,
+        "flashforge-figure-7-sweeps": engine,
         "deft-table-17-dram": counters,
         "deft-table-14": counters,
         "tree-attention-figure-3": tree_attention,
+        "tree-attention-figure-4-measured": tree_attention,
     }
     assert {n for n, e in EXPERIMENTS.items() if e.seconds} == set(limits)
     for name, module in limits.items():
@@ -1094,6 +1097,65 @@ def test_engines_are_started_by_the_published_command(tmp_path, monkeypatch):
     args = bench_engine.parse(asked[0][3:])
     assert args.breakdown and args.repeats == 2
     assert args.workloads == list(engine_workloads.SWEEP)
+
+
+def test_engines_that_end_early_have_measured_rows(monkeypatch):
+    def rows(*gaps: float) -> list[dict]:
+        return [{"name": f"w{i}", "agreement": {"largest_gap": x}} for i, x in enumerate(gaps)]
+
+    def ends(status: int | None, result: dict):
+        def run(command, minutes):
+            Path(command[-1]).write_text(json.dumps({"max_gap": 0.3, "left_out": {}, **result}))
+            if status is None:
+                raise TimeoutError("time is up")
+            return subprocess.CompletedProcess(command, status, "", "Traceback\nCUDA error\n")
+
+        monkeypatch.setattr(program, "run", run)
+        return engine.run_engines.__wrapped__(1, ("w0", "w1", "w2"))
+
+    assert [f.get("right") for f in ends(0, {"rows": rows(0.0, 0.1, 0.2)})] == [True] * 3
+    assert [f.get("right") for f in ends(1, {"rows": rows(0.0, 0.5, 0.2)})] == [True, False, True]
+    cut = ends(None, {"rows": rows(0.0)})
+    assert [f.get("failed") for f in cut] == [None, "time is up", "time is up"]
+    found = ends(1, {"rows": rows(0.0), "left_out": {"w2": "too long"}})
+    assert [f.get("failed") for f in found] == [None, "CUDA error", "too long"]
+
+
+def test_each_of_flashforges_sweeps_is_one_start_of_the_engines(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        engine, "run_engines", lambda repeats, of: asked.append(of) or [{"n": n} for n in of]
+    )
+    points = list(engine.time_sweeps(Setting("cuda")))
+    assert [p.run() for p in points] == [{"n": p.name} for p in points]
+    assert len(points) == 20 and [len(of) for of in dict.fromkeys(asked)] == [5] * 4
+    assert not list(engine.time_sweeps(TINY))
+    for names in dict.fromkeys(asked):
+        args = ["--workloads", ",".join(names), "--max-model-len", str(engine.MAX_MODEL_LEN)]
+        bench_engine.parse([*args, "--breakdown"])
+
+
+def test_ranks_are_as_many_as_gpus(monkeypatch):
+    asked = []
+
+    def ranks(setting, tokens, ranks=2, heads=16) -> dict:
+        asked.append((tokens, ranks, heads))
+        us = {"gather": 10.0, "ring": 10.0 * ranks}
+        return {"ranks": ranks, "us": us, "peak_bytes": {"gather": 0, "ring": heads * 2**20}}
+
+    monkeypatch.setattr(tree_attention, "run_ranks", ranks)
+    for gpus, most in ((2, {2}), (4, {2, 4})):
+        monkeypatch.setattr(tree_attention, "num_gpus", lambda setting, gpus=gpus: gpus)
+        results = {p.name: p.run() for p in tree_attention.time_ranks(Setting("cuda"))}
+        assert {f["ranks"] for f in results.values()} == most
+        assert len(results) == 5 * len(most)
+    said = tree_attention.ranks_sentence(results)
+    assert "on 2 ranks: 2.0 to 2.0 times" in said and "on 4 ranks: 4.0 to 4.0 times" in said
+    del asked[:]
+    peaks = {p.name: p.run() for p in tree_attention.measure_peaks(Setting("cuda"))}
+    assert asked == [(128_000, 2, 16), (128_000, 2, 32)]
+    said = tree_attention.measured_sentence(peaks)
+    assert said.endswith("hidden size 2048: 17 MB, hidden size 4096: 34 MB")
 
 
 def engine_row(name: str, stock: float, ours: float, attention: tuple | None) -> dict:
