@@ -86,6 +86,8 @@ CHAOS = "-m benchmarks.quality.soak engine --requests 1440 --minutes 1.6 --longe
 
 #: seconds between an interrupt and the end by force
 GRACE = 10.0
+#: seconds between two looks at what a figure's step has printed
+PROGRESS = 15.0
 
 
 @dataclass
@@ -108,6 +110,9 @@ class Running:
     began: float
     gpu: str | None = None
     interrupted: bool = False
+    #: what was printed last of its output, and when that was looked for
+    shown: str = ""
+    looked: float = 0.0
 
 
 def tests(out: Path) -> Iterator[Step]:
@@ -215,6 +220,8 @@ def run(
                 running.append(start(fitting[0], out, one))
                 continue
             time.sleep(0.1)
+            for r in running:
+                show_progress(r, out)
             for r in [r for r in running if r.process.poll() is not None]:
                 running.remove(r)
                 if not report(r, out):
@@ -241,14 +248,32 @@ def end(running: list[Running], out: Path) -> None:
         report(r, out)
 
 
+def last_line(step: Step, out: Path) -> str:
+    """The beginning of the last line that a step has printed."""
+    lines = (out / f"{step.name}.log").read_text(errors="replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "")[:160]
+
+
+def show_progress(running: Running, out: Path) -> None:
+    """Print what a step that has the machine to itself has printed last, if it is new; seldom,
+    because reading a log takes time from what is measured.
+    """
+    now = time.monotonic()
+    if running.step.cores < sys.maxsize or now - running.looked < PROGRESS:
+        return
+    running.looked = now
+    last = last_line(running.step, out)
+    if last not in ("", running.shown):
+        print(f"{running.step.name}, {now - running.began:.0f} s: {last}", flush=True)
+        running.shown = last
+
+
 def report(ended: Running, out: Path) -> bool:
     """Print a line about a step; whether it is well."""
-    status = ended.process.returncode
-    lines = (out / f"{ended.step.name}.log").read_text(errors="replace").split("\n")
-    last = next((line for line in reversed(lines) if line.strip()), "")
+    status, last = ended.process.returncode, last_line(ended.step, out)
     said = "time was up" if ended.interrupted else f"status {status}"
     seconds = time.monotonic() - ended.began
-    print(f"{ended.step.name}: {said}, {seconds:.0f} s: {last[:160]}", flush=True)
+    print(f"{ended.step.name}: {said}, {seconds:.0f} s: {last}", flush=True)
     return status == 0
 
 

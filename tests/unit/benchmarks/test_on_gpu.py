@@ -35,6 +35,15 @@ def test_what_fails_is_named_and_the_rest_runs(tmp_path, capsys):
     assert (tmp_path / "wrong.log").read_text() == "1 failed\n"
 
 
+def test_figures_show_their_progress(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(on_gpu, "PROGRESS", 0.0)
+    code = "import time; print('cell 1', flush=True); time.sleep(1); print('cell 2')"
+    on_gpu.run([on_gpu.Step("figure", f'-c "{code}"', cores=sys.maxsize)], tmp_path, 1, 60)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("figure, ") and first.endswith(" s: cell 1")
+    assert last.startswith("figure: status 0, ") and last.endswith(" s: cell 2")
+
+
 def test_steps_share_the_cores(tmp_path):
     """Two of one core meet; one that asks for more than there are runs alone."""
     meet = (
