@@ -75,6 +75,10 @@ NEW = {
         f"engine_{name}": f"{ENGINE} --baseline {name} --workloads {OPPOSED}"
         for name in ("flashinfer", "triton_attn", "cascade")
     },
+    "engine_deft": (
+        f"{ENGINE} --tokens 400 --repeats 2 --workloads fewshot20,fewshot30,fewshot50,deft "
+        "--deft-trees 1 --deft SORTING DOCUMENTS KEYWORD SET"
+    ),
     "engine_flashforge": (
         f"{ENGINE} --breakdown --tokens 32 --repeats 2 --workloads {','.join(FLASHFORGE)}"
     ),

@@ -77,13 +77,15 @@ PROGRAM = "benchmarks.engine"
 Engines = dict[str, EngineProcess]
 
 RECORDED = ("mooncake", "deft")
+#: of the workload of one of DeFT's recordings, before the file's name
+OF_DEFT = "deft:"
 #: workloads in which all requests decode at once
 DECODED: dict[str, work.SharedDocuments | PromptTree] = {
-    **work.FIXED, **work.SWEEP, **FASTTREE, **FLASHFORGE,
+    **work.FIXED, **work.SWEEP, **work.FEW_SHOT, **FASTTREE, **FLASHFORGE,
 }  # fmt: skip
 WORKLOADS = (*DECODED, *work.QUESTIONS, "grpo", *RECORDED)
 #: workloads that run only if they are named
-ON_REQUEST = {*work.QUESTIONS, *work.SWEEP, *FASTTREE, *FLASHFORGE}
+ON_REQUEST = {*work.QUESTIONS, *work.SWEEP, *work.FEW_SHOT, *FASTTREE, *FLASHFORGE}
 #: the KV cache's part of an engine's memory where both start together: they would count each
 #: other's memory if they measured what is free
 KV_PART = 0.65
@@ -118,8 +120,9 @@ class Bench:
             return self.questions(work.QUESTIONS[name].scaled(self.args.scale))
         if name in DECODED:
             return self.fixed(DECODED[name].scaled(self.args.scale))
-        measures = {"grpo": self.grpo, "mooncake": self.mooncake, "deft": self.deft}
-        return measures[name]()
+        if name.startswith(OF_DEFT):
+            return self.deft(next(f for f in self.args.deft if OF_DEFT + f.stem == name))
+        return {"grpo": self.grpo, "mooncake": self.mooncake}[name]()
 
     def fixed(self, w: work.SharedDocuments | PromptTree) -> Row:
         """Decode time with all requests running."""
@@ -224,11 +227,11 @@ class Bench:
         )
         return {**row, "agreement": agreement}
 
-    def deft(self) -> Row:
-        """Tree-of-thoughts runs, level by level. Tokens are not compared: a level's tokens are part
-        of the next level's prompts, so one tie changes the prompts.
+    def deft(self, file: Path) -> Row:
+        """Tree-of-thoughts runs of one recording, level by level. Tokens are not compared: a
+        level's tokens are part of the next level's prompts, so one tie changes the prompts.
         """
-        trees = work.thought_trees(self.args.deft, self.args.deft_trees)
+        trees = work.thought_trees(file, self.args.deft_trees)
         tokens = max(n["value"] for tree in trees for n in tree)
 
         def replay(engine: EngineProcess) -> list[Batch]:
@@ -239,7 +242,7 @@ class Bench:
 
         found = self.alternate(replay, self.args.trace_repeats)
         branches = max(len(b.answers) for b in found[STOCK])
-        title = f"DeFT {self.args.deft.stem}, {len(trees)} trees"
+        title = f"DeFT {file.stem}, {len(trees)} trees"
         return report.make_row(title, branches, tokens, found, "whole call")
 
     def alternate(
@@ -439,7 +442,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder (default: Llama-3.1-8B's shape)")
-    usual = "all but questions, sweep, fasttree and forge, recorded ones with their files given"
+    usual = "no questions, sweeps and papers' workloads; recorded ones if their files are given"
     add("--workloads", help=f"some of {','.join(WORKLOADS)} (default: {usual})")
     add("--tokens", type=int, default=64, help="output tokens of shared documents")
     add("--repeats", type=int, default=3, help="timed runs of shared documents")
@@ -454,8 +457,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--mooncake", type=Path, help="Mooncake trace, JSON lines")
     add("--mooncake-requests", type=int, default=128, help="number of requests, of those that fit")
     add("--mooncake-tokens", type=int, default=256, help="cut longer answers")
-    add("--deft", type=Path, help="one of DeFT's recorded *ToT.json")
-    add("--deft-trees", type=int, default=4, help="number of its largest runs, replayed at once")
+    add("--deft", type=Path, nargs="+", help="DeFT's recorded *ToT.json, a row for each")
+    add("--deft-trees", type=int, default=4, help="number of the largest runs, replayed at once")
     add("--shape", choices=SHAPES, default="8b", help="without --model")
     add("--layers", type=int, help="fewer than the shape has, without --model")
     add("--runner", choices=("v1", "v2"), help="vLLM's model runner (default: its own choice)")
@@ -490,6 +493,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"workload {name!r} is unknown: use some of {','.join(WORKLOADS)}")
         if name in RECORDED and not given[name]:
             parser.error(f"the workload {name} is recorded: name its file with --{name}")
+    args.workloads = [
+        each
+        for name in args.workloads
+        for each in ([OF_DEFT + f.stem for f in args.deft] if name == "deft" else [name])
+    ]
     counts = "repeats trace_repeats grpo_tokens mooncake_requests mooncake_tokens deft_trees"
     for option in counts.split():
         if getattr(args, option) < 1:

@@ -85,6 +85,11 @@ SWEEP = {
     f"sweep{n}k": SharedDocuments(f"32 requests on one {n}k document", 1, 32, n << 10, 64)
     for n in (8, 32, 64, 120)
 }
+#: DeFT's few-shot prompting (table 5), with 400 output tokens
+FEW_SHOT = {
+    f"fewshot{n}": SharedDocuments(f"few-shot, {n} samples of one 4k prompt", 1, n, 4000, 1)
+    for n in (20, 30, 50)
+}
 #: prompts and their tokens; each is sampled ``GRPO_SAMPLES`` times
 GRPO = SharedDocuments("GRPO, 32 prompts x 16 samples, 1k", 32, 16, 1024, 0)
 GRPO_SAMPLES = 16

@@ -201,7 +201,7 @@ def test_figures_that_were_not_published_yet_have_commands_too(tmp_path):
     steps = [on_gpu.figure(name, tmp_path, CHECKOUTS) for name in on_gpu.NEW]
     assert all(step.command.endswith(f"--out {tmp_path}/{step.name}.json") for step in steps)
     published = {path.stem for path in on_gpu.PUBLISHED.glob("*.json")}
-    named = {*ENGINES, *KERNELS, *OF_FASTTREE, *OPPONENTS, "engine_flashforge"}
+    named = {*ENGINES, *KERNELS, *OF_FASTTREE, *OPPONENTS, *TASKS}
     assert {step.name for step in steps} == named - published
 
 
@@ -210,7 +210,12 @@ def arguments_of(name: str) -> list[str]:
     return shlex.split(on_gpu.figure(name, Path("results"), CHECKOUTS).command)[2:]
 
 
-CHECKOUTS = {"FASTTREE": "fasttree", "DEFT": "deft"}
+DEFT_TASKS = ("SORTING", "DOCUMENTS", "KEYWORD", "SET")
+CHECKOUTS = {"FASTTREE": "fasttree", "DEFT": "deft"} | {
+    name: f"deft/{name.lower()}ToT.json" for name in DEFT_TASKS
+}
+#: FlashForge's figure 7, DeFT's table 5
+TASKS = ("engine_flashforge", "engine_deft")
 #: other baselines than FLASH_ATTN
 OPPONENTS = ("engine_flashinfer", "engine_triton_attn", "engine_cascade")
 #: FastTree's figures 9 and 10
@@ -258,6 +263,20 @@ def test_flashforges_sweeps_fit_an_engine():
     assert args.workloads == list(FLASHFORGE) and args.breakdown
     # of 128 KiB each, next to another engine on an H200
     assert max(w.distinct_tokens(args.tokens) for w in FLASHFORGE.values()) < 300_000
+
+
+def test_an_engine_has_a_row_for_each_of_defts_tasks():
+    from benchmarks.engine import bench as bench_engine
+
+    args = bench_engine.parse(arguments_of("engine_deft"))
+    tasks = [f"deft:{name.lower()}ToT" for name in DEFT_TASKS]
+    assert args.workloads == ["fewshot20", "fewshot30", "fewshot50", *tasks]
+    bench = bench_engine.Bench.__new__(bench_engine.Bench)
+    bench.args, asked = args, []
+    bench.deft = asked.append
+    for task in tasks:
+        bench.measure(task)
+    assert asked == args.deft
 
 
 @pytest.mark.parametrize("name", ENGINES)
