@@ -62,6 +62,7 @@ PAGES = {
         "settings. [Performance](../../docs/performance.md) summarises these tables.",
         (
             engine_section("Llama-3.1-8B", "engine"),
+            Section("Other baselines", "engine", engine.opponents_table),
             engine_section("GRPO with long samples", "engine_grpo"),
             Section("Documents of 8k to 120k tokens", "engine_sweep", engine.sweep_table),
             engine_section("Tensor parallelism, 8B", "engine_tp2"),

@@ -25,6 +25,42 @@ RUNS = (
 )
 
 
+#: baselines of vLLM, and their runs on the same workloads
+OPPONENTS = {
+    "FLASH_ATTN": "engine",
+    "FLASHINFER": "engine_flashinfer",
+    "TRITON_ATTN": "engine_triton_attn",
+    "cascade attention": "engine_cascade",
+}
+
+
+def opponents_table() -> str:
+    """One line per workload: every baseline next to PREFIX_SHARE in the same run."""
+    runs = {title: published.load(n) for title, n in OPPONENTS.items() if published.exists(n)}
+    rows_of = {
+        title: {row["workload"]: row for row in result["rows"] if row["kind"] == "decode"}
+        for title, result in runs.items()
+    }
+    lines = []
+    for workload in dict.fromkeys(name for rows in rows_of.values() for name in rows):
+        found = {title: rows[workload] for title, rows in rows_of.items() if workload in rows}
+        best = min(found, key=lambda title: found[title]["ratio"])
+        entries = (
+            f"{found[t][STOCK]['ms']:.2f} ({found[t]['ratio']:.2f})" if t in found else "-"
+            for t in runs
+        )
+        lines.append((workload, *entries, f"{best}, {found[best]['ratio']:.2f}"))
+    missing = [f"{title} (`{name}`)" for title, name in OPPONENTS.items() if title not in runs]
+    how = "Milliseconds per output token, in brackets over PREFIX_SHARE in the same run."
+    if missing:
+        how += (
+            f" Not published yet: {', '.join(missing)}, which "
+            "`python -m benchmarks.on_gpu figures NAME` runs."
+        )
+    header = " | ".join(["workload", *runs, "best baseline over PREFIX_SHARE"])
+    return "\n".join([how, "", *table(header, lines)])
+
+
 def cpu_table() -> str:
     result = published.load("cpu")
 
