@@ -29,6 +29,7 @@ from vllm_prefixshare.profiling.gpu_table import (
 
 PROGRAM = "benchmarks.kernel.cost_tables"
 
+OUT = Path("results/cost_tables")
 HEAD_DIMS = (64, 128, 256)
 REPEATS = 15
 
@@ -79,7 +80,7 @@ def measure(of: Profiled) -> CostTable:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(PROGRAM, __doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of tables")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of tables (default: {OUT})")
     parser.add_argument("--fresh", action="store_true", help="replace tables that are there")
     return parser.parse_args(argv)
 
