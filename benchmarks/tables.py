@@ -193,6 +193,7 @@ EMBEDDED = {
     "serving": ("docs/whole-call.md", "whole_call", report.serving_table),
     "host": ("docs/whole-call.md", "whole_call_host", report.host_table),
     "peers": ("README.md", "kernel", kernel.peers_table),
+    "losses": ("docs/notes/papers.md", "papers/flashforge-figure-5", papers.losses_table),
 }
 
 

@@ -13,6 +13,8 @@ from benchmarks.support.published import Result, table, versions
 
 #: More points than these are left to the table.
 MAX_POINTS = 36
+#: what a time may be above another's before it counts as a loss
+LOSS = 0.02
 #: peers of FastTree's figure 9: its name for each, and how many times as long as FastTree it takes
 FIGURE_9 = {
     "fa2": ("FlashAttention 2", 5.1),
@@ -68,6 +70,30 @@ def recordings_of(experiment: Experiment, result: Result) -> str:
         return "recordings of an unknown digest; "
     digest = result["recordings"]
     return f"recordings {digest}; " if digest else "no recordings; "
+
+
+def losses_table() -> str:
+    """The experiments in which another way is ahead of the default by more than ``LOSS``."""
+    rows = []
+    for e in EXPERIMENTS.values():
+        result = ran(e.name)
+        over = losses(result["points"]) if result else {}
+        if any(over.values()):
+            lost = {name: of for name, of in over.items() if of}
+            ratio, way, point = max((*max(of), name) for name, of in lost.items())
+            rows.append((e.name, str(len(over)), str(len(lost)), f"{ratio:.2f}", way, point))
+    header = "experiment | points | lost | at most | to | at"
+    return "\n".join(table(header, rows))
+
+
+def losses(points: Results) -> dict[str, list[tuple[float, str]]]:
+    """For each point with a time of the default: its time over those of the ways that are ahead."""
+    found = {}
+    for name, f in points.items():
+        right = {t: p["ms"] for t, p in f.get("peers", {}).items() if p["status"] == "ok"}
+        if (ours := right.pop("ours", None)) is not None:
+            found[name] = [(ours / ms, way) for way, ms in right.items() if ours > (1 + LOSS) * ms]
+    return found
 
 
 def fasttree_kernels_table() -> str:

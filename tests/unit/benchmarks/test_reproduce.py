@@ -1048,6 +1048,20 @@ def test_figure_15_compares_both_strategies_at_each_size():
     assert list(deft.chunk_times_series({"a": peers(**both)}).values) == ["a, Node-Chunk"]
 
 
+def test_every_loss_of_more_than_two_percent_is_counted():
+    some = {
+        "ahead": {"peers": {t: {"status": "ok", "ms": ms} for t, ms in (("ours", 1), ("b", 2))}},
+        "level": {"peers": {t: {"status": "ok", "ms": ms} for t, ms in (("ours", 1.01), ("b", 1))}},
+        "lost": {"peers": {t: {"status": "ok", "ms": ms} for t, ms in (("ours", 3), ("b", 2))}},
+        "wrong": {"peers": {"ours": {"status": "ok", "ms": 2}, "b": {"status": "wrong", "ms": 1}}},
+        "none": {"bytes": 1},
+    }
+    found = papers_tables.losses(some)
+    assert found == {"ahead": [], "level": [], "lost": [(1.5, "b")], "wrong": []}
+    page = papers_tables.losses_table()
+    assert "| flashforge-figure-5 | 50 | 17 | 1.14 | FlashForge's divider |" in page
+
+
 def test_the_page_names_the_recordings():
     some = EXPERIMENTS["deft-recorded"]
     assert some.reads_recordings
