@@ -103,10 +103,14 @@ class TokenIds(list[int]):
     ) -> npt.NDArray[Any]:
         if copy is False:
             raise ValueError("a list cannot become an array without a copy")
+        wanted = np.dtype(np.int64 if dtype is None else dtype)
         try:
-            return self.array.astype(np.int64 if dtype is None else dtype)
-        except (OverflowError, TypeError, ValueError):
-            return np.array(list(self), dtype)
+            # A list raises where an id does not fit the dtype; casting an array would wrap it.
+            if wanted.kind == "i" and wanted.itemsize >= 4:
+                return self.array.astype(wanted)
+        except (OverflowError, TypeError):
+            pass
+        return np.array(list(self), dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # outputs reach programs that may not have this package

@@ -99,6 +99,15 @@ def test_numpy_gives_what_it_gives_for_a_list(dtype: Any) -> None:
     assert token_ids.array.tolist() == ids, "numpy's copy is the caller's own"
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16])
+def test_numpy_rejects_an_id_that_does_not_fit(dtype: Any) -> None:
+    """Programs store ids as uint16: an id above 65535 must not become another one."""
+    with pytest.raises(OverflowError):
+        np.array([1, 70000], dtype)
+    with pytest.raises(OverflowError):
+        np.array(TokenIds([1, 70000]), dtype)
+
+
 @pytest.mark.parametrize("ids", [[2**40], [1, "x"]])
 def test_ids_that_are_no_int32_behave_as_in_a_list(ids: list[Any]) -> None:
     token_ids = TokenIds(ids)
