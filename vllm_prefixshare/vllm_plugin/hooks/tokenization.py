@@ -116,21 +116,26 @@ def _shared_token_ids(
         return None
     if renderer._wants_offsets(prompt, params):
         return None
-    memo = tokenization.text_tokenizer(
-        renderer.get_tokenizer(), len(text) * tokenization.SECONDS_PER_CHAR
-    )
+    tokenizer = renderer.get_tokenizer()
+    memo = tokenization.text_tokenizer(tokenizer, len(text) * tokenization.SECONDS_PER_CHAR)
     if memo is None:
         return None
+    add_special_tokens = kwargs["add_special_tokens"]
     try:
-        shared = memo.encode(text, kwargs["add_special_tokens"], salt)
+        token_ids, known_chars = memo.encode(text, add_special_tokens, salt)
     except (TypeError, UnicodeError):  # lone surrogates: vLLM's own error
         return None
     except Exception as e:
         report_once(PART, f"encoding a text failed: {e!r}"[:300])
         return None
-    if kwargs["truncation"] and len(shared[0]) > kwargs["max_length"]:
-        return None
-    return shared
+    max_length = kwargs["max_length"] if kwargs["truncation"] else len(token_ids)
+    if len(token_ids) > max_length:
+        # copies in vLLM's pool keep the side that the tokenizer had at the start
+        if tokenizer.truncation_side != memo.truncation_side:
+            return None
+        truncated = memo.truncated(token_ids, max_length, add_special_tokens)
+        return None if truncated is None else (truncated, known_chars)
+    return token_ids, known_chars
 
 
 def _starting(module: ModuleType, original: Function) -> Function:

@@ -115,12 +115,19 @@ class TextTokenizer:
         backend: the tokenizer. Its truncation and padding, which vLLM sets for each prompt, do not
             change.
         cache: stores pieces and windows; tokenizers may share one.
+        truncation_side: where `truncated` drops ids, ``"left"`` or ``"right"``.
 
     Raises:
         NotExactError: the tokenizer's ids of a text are not provably the ids of its pieces.
     """
 
-    def __init__(self, backend: Tokenizer, cache: BoundedCache[Stretch, Span]) -> None:
+    def __init__(
+        self,
+        backend: Tokenizer,
+        cache: BoundedCache[Stretch, Span],
+        truncation_side: str = "right",
+    ) -> None:
+        self.truncation_side = truncation_side
         if type(backend) is not Tokenizer:
             raise NotExactError(f"{type(backend).__module__} is the backend")
         self._encoder = Tokenizer.from_str(backend.to_str())
@@ -164,6 +171,31 @@ class TextTokenizer:
         ids = TokenIds(array=_joined_arrays(spans))
         _extend(ids, spans)
         return ids, len(text) - sum(span.chars for span in encoded)
+
+    def truncated(
+        self, token_ids: TokenIds, max_length: int, add_special_tokens: bool
+    ) -> TokenIds | None:
+        """The ids that the tokenizer gives with truncation, which keeps the special tokens.
+
+        Args:
+            token_ids: more than ``max_length`` ids from `encode`.
+            max_length: number of ids to keep.
+            add_special_tokens: as for `encode`.
+
+        Returns:
+            None if only special tokens would be kept.
+        """
+        prefix, suffix = (self._prefix, self._suffix) if add_special_tokens else (_EMPTY, _EMPTY)
+        if max_length <= len(prefix.ids) + len(suffix.ids):
+            return None
+        surplus = len(token_ids) - max_length
+        from_left = self.truncation_side == "left"
+        start = len(prefix.ids) if from_left else max_length - len(suffix.ids)
+        array = token_ids.array
+        ids = TokenIds(array=np.concatenate([array[:start], array[start + surplus :]]))
+        list.extend(ids, itertools.islice(token_ids, start))
+        list.extend(ids, itertools.islice(token_ids, start + surplus, None))
+        return ids
 
     def _stretch(self, plan: _Plan, start: int, end: int, is_window: bool = False) -> Stretch:
         return Stretch(self._number, plan.salt, start == 0, plan.text[start:end], is_window)
@@ -244,6 +276,9 @@ def _special(ids: Iterable[int]) -> Span:
     return Span(listed, np.array(listed, np.int32), 0)
 
 
+_EMPTY = _special(())
+
+
 def _joined(spans: list[Span]) -> Span:
     ids: list[int] = []
     _extend(ids, spans)
@@ -312,7 +347,7 @@ def _analyze(tokenizer: Any, result: Future[TextTokenizer | None]) -> None:
     memo = None
     try:
         _check_python_side(tokenizer)
-        memo = TextTokenizer(_encoding_backend(tokenizer), text_cache())
+        memo = TextTokenizer(_encoding_backend(tokenizer), text_cache(), tokenizer.truncation_side)
     except NotExactError as e:
         report_once(PART, f"{_name(tokenizer)}: {e}{_advice()}")
     except Exception as e:  # an unknown tokenizer must not stop an engine

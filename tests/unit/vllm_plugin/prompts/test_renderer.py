@@ -138,6 +138,31 @@ def test_prompts_at_the_length_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert outcome(call) == without_the_part(monkeypatch, call)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"truncate_prompt_tokens": 100}, DOCUMENT),
+        ({"truncate_prompt_tokens": -1}, DOCUMENT * 8),
+        ({}, DOCUMENT * 8),
+    ],
+)
+def test_a_truncated_or_rejected_text_is_tokenized_once(
+    options: dict[str, Any], text: str, active: parts.PartCounters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = TokenizeParams(max_total_tokens=8192, **options)
+
+    def call() -> list[Any]:
+        return list(renderer().render_cmpl([{"prompt": text}], params))
+
+    expected = without_the_part(monkeypatch, call)
+    for _ in range(2):
+        assert outcome(call) == expected
+    assert (active.requests, active.fallbacks) == (2, 0)
+    assert active.shared_units > len(text) - 700, "the second call takes the ids of the first"
+    monkeypatch.setattr(renderer().get_tokenizer(), "truncation_side", "left")
+    assert outcome(call) == without_the_part(monkeypatch, call)
+
+
 def test_salts_share_only_if_they_may(
     active: parts.PartCounters, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from tests.support import tokenizers
 from vllm_prefixshare.vllm_plugin.prompts import text_cuts, tokenization
@@ -242,6 +243,25 @@ def test_truncation_of_the_tokenizer_is_left_alone() -> None:
     assert len(tokenizer.encode(text).ids) == 8
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", tokenizers.EXACT)
+def test_truncated_ids_are_the_tokenizers(kind: str, side: str) -> None:
+    tokenizer = tokenizers.EXACT[kind]()
+    special_tokens = [("<first>", 0), ("<last>", 1)]
+    tokenizer.post_processor = TemplateProcessing("<first> $A <last>", None, special_tokens)
+    memo = TextTokenizer(tokenizer, BoundedCache(1 << 20), side)
+    text = "one two three " * 200
+    for special, smallest in ((True, 3), (False, 1)):
+        token_ids, _ = memo.encode(text, special)
+        for max_length in (smallest, 7, len(token_ids) - 1):
+            tokenizer.enable_truncation(max_length, direction=side)
+            expected = tokenizer.encode(text, add_special_tokens=special).ids
+            truncated = memo.truncated(token_ids, max_length, special)
+            assert truncated == expected
+            assert truncated is not None and truncated.array.tolist() == expected
+        assert memo.truncated(token_ids, smallest - 1, special) is None
+
+
 def test_threads_get_their_own_results() -> None:
     memo = memo_of(built("llama3"), max_bytes=1 << 21)
     rnd = Random(2)
@@ -257,6 +277,7 @@ class PythonTokenizer:
     """The Python side of a tokenizer."""
 
     split_special_tokens = False
+    truncation_side = "right"
     name_or_path = "some/model"
 
     def __init__(self, backend: Tokenizer) -> None:
