@@ -33,7 +33,7 @@ from vllm_prefixshare.vllm_plugin.prompts.bounded_cache import BoundedCache, par
 from vllm_prefixshare.vllm_plugin.prompts.parts import report_once
 from vllm_prefixshare.vllm_plugin.prompts.split_pattern import NotExactError
 from vllm_prefixshare.vllm_plugin.prompts.text_cuts import ANCHOR, find_cuts
-from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenArray, TokenIds
+from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenArray, TokenIds, as_array
 
 PART = "tokenization"
 #: Characters of windows, large to small.
@@ -247,16 +247,14 @@ class TextTokenizer:
 
     def _encode(self, pieces: list[Stretch]) -> list[Span]:
         texts = [piece.text if piece.is_start else ANCHOR + piece.text for piece in pieces]
-        if len(texts) == 1:
-            encodings = [self._encoder.encode(texts[0], add_special_tokens=False)]
-        else:
-            encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
+        # Up to three times faster than `encode`, because it leaves out the offsets.
+        encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
         anchor_ids = self._cuts.anchor_ids
         ids_of = [
             encoding.ids if piece.is_start else encoding.ids[anchor_ids:]
             for piece, encoding in zip(pieces, encodings, strict=True)
         ]
-        array = np.array(list(itertools.chain.from_iterable(ids_of)), np.int32)
+        array = as_array(list(itertools.chain.from_iterable(ids_of)))
         ids = self._int_objects[array].tolist()
         ends = list(itertools.accumulate(map(len, ids_of)))
         return [
