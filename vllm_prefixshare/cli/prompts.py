@@ -113,13 +113,12 @@ def read_requests(source: Source, file: BinaryIO, tokenizer: Tokenizer) -> Itera
     form = source.format
     if form == "auto":
         form = SUFFIXES.get(source.path.suffix.lower(), "auto")
-    rows: Rows
     if form == "parquet":
         rows = _parquet_rows(source, file)
     elif form == "csv":
         rows = _csv_rows(source, file)
     elif form == "text":
-        rows = (_Row(f"line {number}", line) for number, line in _lines(source, file))
+        rows = _text_rows(_lines(source, file))
     else:
         rows = _json_or_log(source, file, form)
     found = False
@@ -133,36 +132,31 @@ def read_requests(source: Source, file: BinaryIO, tokenizer: Tokenizer) -> Itera
 
 
 class _Row(NamedTuple):
-    """Data of one place in the file.
+    """A prompt, or several, at one place in the file.
 
-    data: a text, or what JSON has there.
+    data: a text, or what JSON has there: a text, token ids, messages, or an object or list of them.
+    is_json: whether ``data`` is JSON that is not parsed yet.
     """
 
     place: str
     data: Any
+    is_json: bool = False
     name: str | None = None
     arrival: float | None = None
+    tools: Any = None
+    samples: int = 1
 
 
 Rows = Generator[_Row, None, None]
-
-
-class _Prompt(NamedTuple):
-    """A prompt before it is tokenized.
-
-    content: a text, a list of token ids, or a list of messages.
-    """
-
-    content: Any
-    tools: Any
-    name: str | None
-    samples: int
+Lines = Iterator[tuple[int, str]]
 
 
 def _requests(source: Source, row: _Row, tokenizer: Tokenizer) -> Iterator[Request]:
     try:
-        for prompt in _prompts(row.data, source.column):
-            content = prompt.content
+        if row.is_json:
+            row = row._replace(data=json.loads(row.data))
+        for prompt in _prompts(row, source.column):
+            content = prompt.data
             if not content:  # of which some tokenizers make a token
                 raise ValueError("it is empty")
             if isinstance(content, str):
@@ -174,39 +168,36 @@ def _requests(source: Source, row: _Row, tokenizer: Tokenizer) -> Iterator[Reque
             if not len(tokens):
                 raise ValueError("it is empty")
             is_text = type(content[0]) is not int
-            name = prompt.name or row.name or row.place
+            name = prompt.name or row.place
             yield Request(tokens, name, prompt.samples, row.arrival, is_text)
     except (ValueError, RecursionError, OverflowError) as e:
-        raise _no_prompt(source, row.place, e) from None
+        raise PrefixShareError(
+            f"{row.place} of {source} is not a prompt ({e}): give {FORMS}."
+        ) from None
 
 
-def _no_prompt(source: Source, place: str, reason: object) -> PrefixShareError:
-    return PrefixShareError(f"{place} of {source} is not a prompt ({reason}): give {FORMS}.")
-
-
-def _prompts(data: Any, column: str | None, outer: _Prompt | None = None) -> Iterator[_Prompt]:
-    """The prompts in a JSON value. Raises ValueError with what is wrong."""
-    outer = outer or _Prompt(None, None, None, 1)
+def _prompts(row: _Row, column: str | None) -> Iterator[_Row]:
+    """A row for each prompt in a row. Raises ValueError with what is wrong."""
+    data = row.data
     if isinstance(data, str) or _is_ids(data) or _is_chat(data):
-        yield outer._replace(content=data)
+        yield row
     elif isinstance(data, list) and all(isinstance(item, str | list | dict) for item in data):
         for item in data:
-            yield from _prompts(item, column, outer)
+            yield from _prompts(row._replace(data=item), column)
     elif isinstance(data, dict):
-        name = next((str(data[key]) for key in NAMES if data.get(key) is not None), outer.name)
-        inner = outer._replace(tools=data.get("tools", outer.tools), name=name)
+        inner = row._replace(tools=data.get("tools", row.tools), name=_name_of(data) or row.name)
         body = data.get("body")
         if isinstance(body, dict):  # OpenAI's batch files
-            yield from _prompts(body, column, inner)
+            yield from _prompts(inner._replace(data=body), column)
             return
         columns = COLUMNS if column is None else (column,)
         found = next((data[key] for key in columns if data.get(key) is not None), None)
         if found is None or (isinstance(found, dict) and column is None):
             raise ValueError("neither text nor token ids")
-        samples = data.get("n") or outer.samples
+        samples = data.get("n") or row.samples
         if type(samples) is not int or not 1 <= samples <= MAX_SAMPLES:
             raise ValueError(f"n must be an integer from 1 to {MAX_SAMPLES}")
-        yield from _prompts(found, column, inner._replace(samples=samples))
+        yield from _prompts(inner._replace(data=found, samples=samples), column)
     else:
         raise ValueError("neither text nor token ids")
 
@@ -221,30 +212,56 @@ def _is_chat(data: Any) -> bool:
     return all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in data)
 
 
+def _name_of(data: dict[str, Any]) -> str | None:
+    return next((str(data[key]) for key in NAMES if data.get(key) is not None), None)
+
+
+def _parsed(text: str) -> Any:
+    """The JSON text, list or object in ``text``; None if it is something else."""
+    if not text.startswith(JSON_STARTS):
+        return None  # most lines of a log, at once
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def _json_or_log(source: Source, file: BinaryIO, form: str) -> Rows:
     lines = _lines(source, file)
     number, first = next(lines, (1, ""))
-    is_json = _is_json(first)
+    all_lines = chain([(number, first)], lines)
+    is_json = _parsed(first) is not None
     is_other = not (is_json or form == "json" or ARRAY_START.match(first))
     is_text = source.path.suffix.lower() == ".txt" and not has_time(first)
     if form == "auto" and is_other and is_text and first:
-        for place, line in chain([(number, first)], lines):
-            yield _Row(f"line {place}", line)
+        yield from _text_rows(all_lines)
     elif form == "log" or is_other:
-        yield from _logged(source, chain([(number, first)], lines), form)
+        yield from _logged(all_lines, form)
     elif is_json:
-        yield _json_row(source, number, first)
-        for place, line in lines:
-            yield _json_row(source, place, line)
+        for place, line in all_lines:
+            yield _Row(f"line {place}", line, is_json=True)
     else:
         yield from _array(source, number, first, file)
 
 
-def _json_row(source: Source, number: int, text: str) -> _Row:
-    try:
-        return _Row(f"line {number}", json.loads(text))
-    except (ValueError, RecursionError) as e:
-        raise _no_prompt(source, f"line {number}", e) from None
+def _text_rows(lines: Lines) -> Rows:
+    for number, line in lines:
+        yield _Row(f"line {number}", line)
+
+
+def _array(source: Source, number: int, first: str, file: BinaryIO) -> Rows:
+    """The items of JSON over several lines, of which the first is read."""
+    rest = file.read(MAX_ARRAY + 1)
+    if len(rest) > MAX_ARRAY:
+        raise _long_array(source)
+    source.read(len(rest))
+    text = f"{first}\n{rest.decode('utf-8', 'replace')}"
+    data = _parsed(text)
+    if not isinstance(data, list) or _is_ids(data) or _is_chat(data):
+        yield _Row(f"line {number}", text, is_json=True)
+        return
+    for i, item in enumerate(data, 1):
+        yield _Row(f"item {i}", item)
 
 
 def _long_array(source: Source) -> PrefixShareError:
@@ -254,29 +271,16 @@ def _long_array(source: Source) -> PrefixShareError:
     )
 
 
-def _array(source: Source, number: int, first: str, file: BinaryIO) -> Iterator[_Row]:
-    """The items of JSON over several lines, of which the first is read."""
-    rest = file.read(MAX_ARRAY + 1)
-    if len(rest) > MAX_ARRAY:
-        raise _long_array(source)
-    source.read(len(rest))
-    row = _json_row(source, number, f"{first}\n{rest.decode('utf-8', 'replace')}")
-    if not isinstance(row.data, list) or _is_ids(row.data) or _is_chat(row.data):
-        yield row
-        return
-    for i, item in enumerate(row.data, 1):
-        yield _Row(f"item {i}", item)
-
-
-def _logged(source: Source, lines: Iterable[tuple[int, str]], form: str) -> Iterator[_Row]:
+def _logged(lines: Lines, form: str) -> Rows:
     """The prompts in a log of vLLM."""
     first = None
     meant_as_json = False
     found = False
     clock = LogClock()
     for number, line in lines:
-        first = first or (number, line)
-        if form != "log" and _is_json(line):  # its text may look like a line of a log
+        row = _Row(f"line {number}", line, is_json=True)
+        first = first or row
+        if form != "log" and _parsed(line) is not None:  # its text may look like a line of a log
             meant_as_json = True
             continue
         logged = LOGGED.findall(line)
@@ -284,25 +288,12 @@ def _logged(source: Source, lines: Iterable[tuple[int, str]], form: str) -> Iter
             continue
         found = True
         # the prompt's text comes earlier and may also match, so the last one counts
-        row = _json_row(source, number, logged[-1])
         name = LOGGED_NAME.search(line)
-        yield row._replace(name=name and name[1], arrival=clock.seconds(line))
-    if not found and first is not None:
-        number, line = first
-        if meant_as_json or (form != "log" and line.startswith(JSON_STARTS)):
-            _json_row(source, number, line)  # says what is wrong with it
-            raise _no_prompt(source, f"line {number}", "neither text nor token ids")
-
-
-def _is_json(line: str) -> bool:
-    """Whether a line is a JSON text, list or object."""
-    if not line.startswith(JSON_STARTS):
-        return False  # most lines of a log, at once
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        yield row._replace(data=logged[-1], name=name and name[1], arrival=clock.seconds(line))
+    if form == "log" or found or first is None:
+        return
+    if meant_as_json or first.data.startswith(JSON_STARTS):
+        yield first  # of which the error tells what is wrong
 
 
 def _lines(source: Source, file: BinaryIO) -> Iterator[tuple[int, str]]:
@@ -342,7 +333,7 @@ def _csv_rows(source: Source, file: BinaryIO) -> Rows:
         for number, row in enumerate(reader, 1):
             cell = row[column] or ""
             source.read(len(cell))
-            yield _Row(f"row {number}", _cell(cell), _name_of(row))
+            yield _Row(f"row {number}", _cell(cell), name=_name_of(row))
     except UnicodeDecodeError:
         raise PrefixShareError(
             f"row {number} of {source} is not UTF-8 text: give a UTF-8 file."
@@ -357,11 +348,8 @@ def _csv_rows(source: Source, file: BinaryIO) -> Rows:
 
 def _cell(text: str) -> Any:
     """A cell's text; token ids or messages if it has such a list."""
-    if text.startswith("[") and _is_json(text):
-        data = json.loads(text)
-        if data and (_is_ids(data) or _is_chat(data)):
-            return data
-    return text
+    data = _parsed(text) if text.startswith("[") else None
+    return data if data and (_is_ids(data) or _is_chat(data)) else text
 
 
 def _parquet_rows(source: Source, file: BinaryIO) -> Rows:
@@ -382,7 +370,7 @@ def _parquet_rows(source: Source, file: BinaryIO) -> Rows:
             source.read(batch.nbytes)
             for row in batch.to_pylist():
                 number += 1
-                yield _Row(f"row {number}", row[column], _name_of(row))
+                yield _Row(f"row {number}", row[column], name=_name_of(row))
     except (ArrowException, OSError) as e:
         reason = " ".join(str(e).split())[:200]
         raise PrefixShareError(
@@ -403,10 +391,6 @@ def _column(source: Source, names: Iterable[str]) -> str:
         f"{source} has no column {missing} (its columns: {there}): name the one with prompts by "
         "--column."
     )
-
-
-def _name_of(row: dict[str, Any]) -> str | None:
-    return next((str(row[key]) for key in NAMES if row.get(key) is not None), None)
 
 
 def head_of(file: BinaryIO, size: int = 4096) -> bytes:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,46 +22,30 @@ MIN_CHARS, MAX_PIECE_BYTES = 1024, 256 << 20
 Messages = Sequence[dict[str, Any]]
 
 
-class Tokenizer(Protocol):
-    """Token ids of text and of chats.
-
-    description: what a token is, such as "of 4 bytes each".
-    """
-
-    description: str
-
-    def encode(self, text: str) -> IntArray:
-        """Token ids of a prompt. Raises ValueError if the tokenizer does not take the text."""
-        ...
-
-    def encode_chat(self, messages: Messages, tools: Any) -> IntArray:
-        """Token ids of a chat by the chat template. Raises ValueError with what is wrong."""
-        ...
-
-    def decode(self, ids: IntArray) -> str:
-        """The text of a few token ids."""
-        ...
-
-
 class ByteTokenizer:
     """Four bytes of UTF-8 as one token: equal beginnings stay equal, and lengths about right."""
 
+    #: What a token is.
     description = f"of {BYTES_PER_TOKEN} bytes each"
 
     def encode(self, text: str) -> IntArray:
-        """As ``Tokenizer.encode``; takes every text."""
+        """Token ids of a prompt."""
         data = text.encode("utf-8", "surrogatepass")
         return np.frombuffer(data + bytes(-len(data) % BYTES_PER_TOKEN), np.int32)
 
     def encode_chat(self, messages: Messages, tools: Any) -> IntArray:
-        """As ``Tokenizer.encode_chat``, by a template that many models have."""
+        """Token ids of a chat, by a template that many models have.
+
+        Raises:
+            ValueError: with what is wrong.
+        """
         turns = [("tools", json.dumps(tools))] if tools else []
         turns += [(str(m["role"]), str(m.get("content") or "")) for m in plain(messages)]
         text = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
         return self.encode(f"{text}<|im_start|>assistant\n")
 
     def decode(self, ids: IntArray) -> str:
-        """As ``Tokenizer.decode``."""
+        """The text of a few token ids."""
         return ids.astype(np.int32).tobytes().rstrip(b"\0").decode("utf-8", "replace")
 
 
@@ -113,11 +97,15 @@ class CheckpointTokenizer:
             return None
 
     def encode(self, text: str) -> IntArray:
-        """As ``Tokenizer.encode``."""
+        """Token ids of a prompt. Raises ValueError if the tokenizer does not take the text."""
         return self._kept(text, True)
 
     def encode_chat(self, messages: Messages, tools: Any) -> IntArray:
-        """As ``Tokenizer.encode_chat``; the template writes the special tokens."""
+        """Token ids of a chat by the chat template, which writes the special tokens.
+
+        Raises:
+            ValueError: with what is wrong.
+        """
         try:
             text = self._transformers.apply_chat_template(
                 plain(messages), tools=tools, tokenize=False, add_generation_prompt=True
@@ -142,9 +130,12 @@ class CheckpointTokenizer:
         return np.array(ids, np.int32)
 
     def decode(self, ids: IntArray) -> str:
-        """As ``Tokenizer.decode``."""
+        """The text of a few token ids."""
         source = self._transformers if self._backend is None else self._backend
         return str(source.decode(ids.tolist(), skip_special_tokens=False))
+
+
+Tokenizer = ByteTokenizer | CheckpointTokenizer
 
 
 def _from_file(path: Path) -> Any:
