@@ -46,19 +46,17 @@ def tree_batch(spec: str, block_size: int) -> Batch:
     Raises:
         PrefixShareError: not a tree, or one that is too large.
     """
-    counts, _, lengths = spec.partition("_")
-    # counts ascend, so the largest is the number of requests
-    nodes = max(map(_number, counts.split(",")))
-    tokens = sum(map(_number, lengths.split(",")))
-    entries = nodes * (tokens // max(1, block_size))
-    if nodes > MAX_REQUESTS or tokens > MAX_TOKENS or entries > MAX_ENTRIES:
+    levels = tree_levels(spec)
+    num_reqs = levels[-1][0]
+    tokens = sum(length for _, length in levels)
+    entries = num_reqs * (tokens // block_size)
+    if num_reqs > MAX_REQUESTS or tokens > MAX_TOKENS or entries > MAX_ENTRIES:
         raise PrefixShareError(
             f"the tree has more than {MAX_REQUESTS} requests, requests of more than "
             f"{MAX_TOKENS} tokens, or a block table of more than {MAX_ENTRIES} entries: describe "
             "a smaller one."
         )
-    counts, lengths = np.array(tree_levels(spec)).T
-    num_reqs = int(counts[-1])
+    counts, lengths = np.array(levels).T
     ends = lengths.cumsum()
     columns = np.arange(-(-ends[-1] // block_size))
     # a block belongs to a node of the first level that has all of its tokens
@@ -80,21 +78,19 @@ def tree_levels(spec: str) -> list[tuple[int, int]]:
     """
     parts = [part.split(",") for part in spec.split("_")]
     if len(parts) != 2 or not all(x.isdecimal() for part in parts for x in part):
-        raise _not_a_tree(
-            spec, "write nodes per level, '_', tokens per node, such as 1,4,16_1024,256,64"
-        )
-    counts, lengths = ([int(x) for x in part] for part in parts)
+        rule = "write nodes per level, '_', tokens per node, such as 1,4,16_1024,256,64"
+        raise PrefixShareError(f"tree {spec!r} is not valid: {rule}.")
+    # int() refuses thousands of digits; a number that is cut off here is too large as well
+    counts, lengths = ([int(x[:20]) for x in part] for part in parts)
     if len(counts) != len(lengths):
-        raise _not_a_tree(spec, "name as many levels before '_' as after it")
-    if min(counts + lengths) < 1:
-        raise _not_a_tree(spec, "each level needs at least 1 node, and each node 1 token")
-    if counts != sorted(counts):
-        raise _not_a_tree(spec, "no level can have fewer nodes than the one above it")
-    return list(zip(counts, lengths, strict=True))
-
-
-def _not_a_tree(spec: str, rule: str) -> PrefixShareError:
-    return PrefixShareError(f"tree {spec!r} is not valid: {rule}.")
+        rule = "name as many levels before '_' as after it"
+    elif min(counts + lengths) < 1:
+        rule = "each level needs at least 1 node, and each node 1 token"
+    elif counts != sorted(counts):
+        rule = "no level can have fewer nodes than the one above it"
+    else:
+        return list(zip(counts, lengths, strict=True))
+    raise PrefixShareError(f"tree {spec!r} is not valid: {rule}.")
 
 
 def read_batch(path: Path, step: int | None = None) -> Batch:
@@ -195,10 +191,3 @@ def _batch(name: str, data: Any) -> Batch:
         table[i, : len(row)] = row
     seq_lens = np.array(lens, np.int32)
     return Batch(name, table, seq_lens, size, recorded(data, table, seq_lens))
-
-
-def _number(text: str) -> int:
-    """The number in ``text``; 0, which ``tree`` refuses, if it is not a number."""
-    if not text.isdecimal():
-        return 0
-    return int(text) if len(text) < 12 else 1 << 40
