@@ -1,23 +1,18 @@
 """Estimates of a whole call: host work on the prompts, prefill and decode."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import NamedTuple
 
-from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.planning.costs.gpus import NamedGpu
+import numpy as np
+
+from vllm_prefixshare.cli.decode_groups import DecodeGroup
+from vllm_prefixshare.cli.estimated_model import EstimatedModel
+from vllm_prefixshare.core import FloatArray, PrefixShareError
 from vllm_prefixshare.settings import PROMPT_PARTS
-from vllm_prefixshare.utils.trusted_files import read_text
 
-#: Files that hold a checkpoint's weights.
-WEIGHTS = ("*.safetensors", "*.bin")
-#: Lists which of them vLLM loads; it has up to 9 MB for the largest models.
-INDEX, MAX_INDEX_BYTES = "model.safetensors.index.json", 64 << 20
-#: The same weights in Mistral's own format.
-COPY = "consolidated*"
+#: Entries of times: vLLM as it is, and PREFIX_SHARE with the parts of shared host work off and on.
+SIDES = ("vllm", "parts_off", "parts_on")
 #: Parts that take as long as vLLM's own code for text that is new. The others never walk a prompt.
 PER_TEXT = ("tokenization", "hashes")
 
@@ -71,53 +66,6 @@ MEASURED = CallCosts(
 )
 
 
-class Work(NamedTuple):
-    """The work of a batch.
-
-    prompt_tokens: of all requests. new_tokens: those in no earlier request's prefix.
-    attended: KV tokens that the new tokens attend to, summed over the new tokens.
-    output_tokens: steps, in each of which all requests decode. requests: in a step.
-    """
-
-    prompt_tokens: float
-    new_tokens: float
-    attended: float
-    output_tokens: int
-    requests: int = 1
-
-
-class Attention(NamedTuple):
-    """Attention of all layers. unshared_us, shared_us: of a decode step.
-
-    flops: of a query token and a KV token.
-    """
-
-    unshared_us: float
-    shared_us: float
-    flops: float
-
-
-class Times(NamedTuple):
-    """Milliseconds of a batch in vLLM as it is, and in PREFIX_SHARE with the parts off and on."""
-
-    vllm: float
-    parts_off: float
-    parts_on: float
-
-    def __add__(self, other: "Times") -> "Times":  # type: ignore[override]
-        return Times(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def __mul__(self, factor: float) -> "Times":  # type: ignore[override]
-        return Times(*(value * factor for value in self))
-
-    def __truediv__(self, divisor: float) -> "Times":
-        return Times(*(value / divisor for value in self))
-
-    def rounded(self, digits: int = 2) -> "Times":
-        """The same with fewer digits."""
-        return Times(*(round(value, digits) for value in self))
-
-
 def parse_costs(text: str) -> dict[str, float]:
     """Microseconds per prompt token from ``part=number,...``.
 
@@ -140,67 +88,39 @@ def parse_costs(text: str) -> dict[str, float]:
     return found
 
 
-def weight_bytes(folder: Path | None) -> int:
-    """Bytes of the weights in a checkpoint folder; 0 if it has none.
-
-    Raises:
-        PrefixShareError: the folder or its index of weights cannot be read.
-    """
-    if folder is None:
-        return 0
-    try:
-        return sum(path.stat().st_size for path in _weight_files(folder))
-    except OSError as e:
-        raise PrefixShareError(f"{folder} cannot be read ({e.strerror}).") from None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The files that vLLM loads. Mistral's folders hold the weights a second time."""
-    files = next(filter(None, (list(folder.glob(kind)) for kind in WEIGHTS)), [])
-    index = folder / INDEX
-    names = _indexed(index) if index.is_file() else set()
-    indexed = [path for path in files if path.name in names]
-    return indexed or [path for path in files if not path.match(COPY)] or files
-
-
-def _indexed(index: Path) -> set[str]:
-    """Names of the files in an index of weights."""
-    try:
-        return set(json.loads(read_text(index, MAX_INDEX_BYTES))["weight_map"].values())
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise PrefixShareError(
-            f"{index} is not an index of weights: download it again, or give --weights-gb."
-        ) from None
-
-
 def call_times(
-    work: Work, attention: Attention, num_bytes: int, gpu: NamedGpu, costs: CallCosts = MEASURED
-) -> dict[str, Times]:
-    """Where the time of a batch goes, one thing after the other.
+    group: DecodeGroup,
+    output_tokens: int,
+    attention_us: tuple[float, float],
+    model: EstimatedModel,
+    costs: CallCosts = MEASURED,
+) -> dict[str, FloatArray]:
+    """Where the time of a group goes, one thing after the other: milliseconds of ``SIDES``.
 
     Args:
-        num_bytes: of the weights on one GPU, 16 bits each; 0: only host work is estimated.
+        output_tokens: steps, in each of which all requests decode.
+        attention_us: of all layers in a decode step, without and with sharing.
+        model: if it has no weights, only host work is estimated.
     """
     times = {}
     for part in PROMPT_PARTS:
-        off = work.prompt_tokens * costs.new_us[part] / 1e3
-        new = work.new_tokens if part in PER_TEXT else 0
-        known = work.prompt_tokens - new
+        off = group.prompt_tokens * costs.new_us[part] / 1e3
+        new = group.new_tokens if part in PER_TEXT else 0
+        known = group.prompt_tokens - new
         on = (known * costs.shared_us[part] + new * costs.new_us[part]) / 1e3
-        times[part] = Times(off, off, min(on, off))
-    if num_bytes:
-        arithmetic = gpu.tflops * 1e6 * costs.prefill_efficiency  # operations per microsecond
+        times[part] = np.array([off, off, min(on, off)])
+    if num_bytes := model.num_bytes:
+        arithmetic = model.gpu.tflops * 1e6 * costs.prefill_efficiency  # operations per microsecond
         # two operations for each weight of two bytes
-        flops = work.new_tokens * num_bytes + work.attended * attention.flops
-        prefill = flops / arithmetic / 1e3
-        times["prefill"] = Times(prefill, prefill, prefill)
+        flops = group.new_tokens * num_bytes + group.attended * model.attention_flops
+        times["prefill"] = np.full(3, flops / arithmetic / 1e3)
         # a step reads the weights once, and multiplies them with a row of each request
         weights_us = max(
-            num_bytes / (gpu.gb_per_s * 1e3 * costs.weights_efficiency),
-            num_bytes * work.requests / arithmetic,
+            num_bytes / (model.gpu.gb_per_s * 1e3 * costs.weights_efficiency),
+            num_bytes * len(group.batch.seq_lens) / arithmetic,
         )
-        steps = work.output_tokens / 1e3
-        shared = steps * (weights_us + attention.shared_us)
-        times["decode"] = Times(steps * (weights_us + attention.unshared_us), shared, shared)
-    times["sum"] = sum(times.values(), Times(0.0, 0.0, 0.0))
+        unshared_us, shared_us = attention_us
+        step_us = weights_us + np.array([unshared_us, shared_us, shared_us])
+        times["decode"] = output_tokens / 1e3 * step_us
+    times["sum"] = sum(times.values(), np.zeros(3))
     return times

@@ -20,7 +20,7 @@ from vllm_prefixshare.cli.options import (
     check_cache_argument,
     check_range,
 )
-from vllm_prefixshare.cli.served import falls_back, on_one_gpu, shape_of
+from vllm_prefixshare.cli.served import falls_back, in_engine
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES, settings
@@ -78,7 +78,7 @@ class Machine:
 
     layers: the kinds of layers of the model, as one GPU has them; a usual one without a model.
     model: the folder of the model, if one is named.
-    drafts, shards: ``--num-speculative-tokens`` and ``--decode-context-parallel-size``.
+    query_len: maximum number of query tokens of a decode.
     on_cpu: whether vLLM runs on its CPU platform; None until it is known.
     chosen: the kernel for each shape that a GPU may serve, chosen in another process meanwhile;
         nothing where there is no NVIDIA driver.
@@ -89,8 +89,7 @@ class Machine:
 
     layers: list[LayerKind]
     model: Path | None = None
-    drafts: int = 0
-    shards: int = 1
+    query_len: int = 1
     on_cpu: bool | None = None
     chosen: dict[AttentionConfig, Future[Choice]] = field(default_factory=dict)
     kernels: dict[AttentionConfig, str] = field(default_factory=dict)
@@ -123,18 +122,14 @@ def _run(args: argparse.Namespace) -> int:
     check_cache_argument(args)
     # vLLM's own log would be mixed into the report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if args.model is None:
-        kinds = [USUAL]
-    else:
-        kinds = [on_one_gpu(kind, gpus, shards) for kind in layer_kinds(args.model)]
-    if args.kv_cache_dtype != "auto":
-        kinds = [replace(kind, kv_cache_dtype=args.kv_cache_dtype) for kind in kinds]
-    machine = Machine(kinds, args.model, drafts, shards)
+    kinds = [USUAL] if args.model is None else layer_kinds(args.model)
+    kinds = in_engine(kinds, args.kv_cache_dtype, gpus, shards, drafts)
+    machine = Machine(kinds, args.model, query_len=1 + drafts)
     spawn = get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=gc.disable) as beside:
         if NVIDIA_DRIVER.exists():
             machine.chosen = {
-                shape: beside.submit(gpu_kernel, shape, 1 + machine.drafts)
+                shape: beside.submit(gpu_kernel, shape, machine.query_len)
                 for shape in _shapes(machine)
             }
         results = [_try(name, check, machine) for name, check in CHECKS.items()]
@@ -181,7 +176,7 @@ def _shapes(machine: Machine) -> list[AttentionConfig]:
     for layer in machine.layers:
         with contextlib.suppress(PrefixShareError):
             if layer.attention:
-                shapes.append(shape_of(layer, machine.shards))
+                shapes.append(layer.attention_config())
     return list(dict.fromkeys(shapes))
 
 
@@ -277,14 +272,15 @@ def kernel(machine: Machine) -> str:
     block_size = 128 if machine.on_cpu else None  # vLLM's
     passed_over: list[str] = []
     served = [layer for layer, reason in _refusals(machine) if reason is None]
-    for shape in {shape_of(layer, machine.shards, block_size): None for layer in served}:
+    shapes = [replace(layer, block_size=block_size).attention_config() for layer in served]
+    for shape in dict.fromkeys(shapes):
         if machine.on_cpu:
             from vllm_prefixshare.kernels.cpu.executor import cpu_executor
 
             machine.kernels[shape] = cpu_executor(shape, passed_over.append).name
         else:
             found = machine.chosen.get(shape)
-            choice = found.result() if found else gpu_kernel(shape, 1 + machine.drafts)
+            choice = found.result() if found else gpu_kernel(shape, machine.query_len)
             machine.kernels[shape] = choice[0]
             passed_over += filter(None, choice[1:])
     names = ", ".join(dict.fromkeys(machine.kernels.values()))
@@ -389,14 +385,8 @@ CHECKS: dict[str, Callable[[Machine], str]] = {
 
 def _refusals(machine: Machine) -> list[tuple[LayerKind, str | None]]:
     """The kinds of layers that have a KV cache, and why an engine would not serve each."""
-    from vllm_prefixshare.vllm_plugin import invariance
-    from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
-
-    is_hybrid = not all(layer.attention for layer in machine.layers)
-    engine = Engine(1 + machine.drafts, machine.shards, is_hybrid)
-    invariant = invariance.wanted()
-    kinds = [replace(x, use_batch_invariant=invariant) for x in machine.layers if x.attention]
-    return [(kind, falls_back(kind, machine.on_cpu, engine)) for kind in kinds]
+    kinds = [layer for layer in machine.layers if layer.attention]
+    return [(kind, falls_back(kind, machine.on_cpu)) for kind in kinds]
 
 
 def layers(machine: Machine) -> str:

@@ -2,28 +2,19 @@
 
 import argparse
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from vllm_prefixshare.cli.batches import MAX_REQUESTS, Batch, read_batches
-from vllm_prefixshare.cli.call_time import (
-    MEASURED,
-    Attention,
-    CallCosts,
-    Times,
-    Work,
-    call_times,
-    parse_costs,
-)
+from vllm_prefixshare.cli.call_time import MEASURED, SIDES, CallCosts, call_times, parse_costs
+from vllm_prefixshare.cli.decode_groups import DecodeGroup, decode_groups
 from vllm_prefixshare.cli.estimate_report import print_report
 from vllm_prefixshare.cli.estimated_model import (
     EstimatedModel,
     add_model_arguments,
     estimated_model,
 )
-from vllm_prefixshare.cli.gpu_memory import batch_bytes, groups_that_fit
 from vllm_prefixshare.cli.log_times import concurrency
 from vllm_prefixshare.cli.options import (
     DEFAULT_SHAPE,
@@ -31,13 +22,7 @@ from vllm_prefixshare.cli.options import (
     add_shape_arguments,
     check_range,
 )
-from vllm_prefixshare.cli.prefixes import (
-    SHOWN_TOKENS,
-    Break,
-    PrefixBlocks,
-    Prompt,
-    decode_batch,
-)
+from vllm_prefixshare.cli.prefixes import SHOWN_TOKENS, Break, PrefixBlocks
 from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.cli.prompts import (
     FORMATS,
@@ -48,7 +33,7 @@ from vllm_prefixshare.cli.prompts import (
     read_requests,
 )
 from vllm_prefixshare.cli.tokenization import ByteTokenizer, CheckpointTokenizer, Tokenizer
-from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.core import FloatArray, PrefixShareError
 from vllm_prefixshare.vllm_plugin.observability.tracing import MAX_BYTES
 
 EXAMPLE = """\
@@ -98,12 +83,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Totals:
-    """Sums over the batches of one batch size and order of the requests.
+    """Sums over the groups of one batch size and order of the requests.
 
-    unshared_us, shared_us: attention of all layers in one decode step of each batch.
-    times: milliseconds of each row of the whole call.
-    kv_tokens, kv_tokens_read: of the mean layer in one decode step of each batch.
-    kv_bytes: of the largest batch, on one GPU.
+    unshared_us, shared_us: attention of all layers in one decode step of each group.
+    times: part of the whole call -> milliseconds of ``SIDES``.
+    kv_tokens, kv_tokens_read: of the mean layer in one decode step of each group.
+    kv_bytes: of the largest group, on one GPU.
     """
 
     requests: int = 0
@@ -112,76 +97,32 @@ class Totals:
     kv_tokens_read: float = 0.0
     unshared_us: float = 0.0
     shared_us: float = 0.0
-    times: dict[str, Times] = field(default_factory=dict)
+    times: dict[str, FloatArray] = field(default_factory=dict)
     kv_bytes: float = 0.0
     is_limited: bool = False
 
-
-class Estimator:
-    """Estimates batches of one model.
-
-    Args:
-        output_tokens: that each request generates.
-    """
-
-    def __init__(self, model: EstimatedModel, output_tokens: int, costs: CallCosts) -> None:
-        self._model = model
-        self._output_tokens = output_tokens
-        self._costs = costs
-
-    def of_prompts(
-        self, prompts: Iterable[Prompt], blocks: PrefixBlocks, size: int, progress: Progress
-    ) -> Totals:
-        """Totals of the prompts in this order, without the prompts that memory cannot hold."""
-        totals = Totals()
-        groups = groups_that_fit(prompts, blocks, size, self._output_tokens, self._model.memory)
-        for group in groups:
-            found = decode_batch(group.prompts, blocks, self._output_tokens // 2)
-            work = Work(
-                found.prompt_tokens,
-                found.new_tokens,
-                found.attended,
-                self._output_tokens,
-                len(group.prompts),
-            )
-            self._add(totals, found.batch, work)
-            totals.kv_bytes = max(totals.kv_bytes, group.kv_bytes)
-            totals.is_limited |= group.is_limited
-            progress.step(len(group.prompts))
-        return totals
-
-    def of_batches(self, batches: Iterable[Batch]) -> Totals:
-        """Totals of recorded batches, of which only decode is known."""
-        totals = Totals()
-        for batch in batches:
-            work = Work(0, 0, 0, self._output_tokens, len(batch.seq_lens))
-            self._add(totals, batch, work)
-            totals.kv_bytes = max(totals.kv_bytes, batch_bytes(batch, self._model.memory))
-        kept = ("decode", "sum") if self._model.num_bytes else ()
-        totals.times = {row: totals.times[row] for row in kept}
-        return totals
-
-    def _add(self, totals: Totals, batch: Batch, work: Work) -> None:
-        model = self._model
+    def add(
+        self, group: DecodeGroup, model: EstimatedModel, output_tokens: int, costs: CallCosts
+    ) -> None:
+        """Add the estimate of a group."""
         read = 0
-        unshared = shared = 0.0
+        unshared_us = shared_us = 0.0
         for attention, layer in model.planning.items():
-            forest = layer.forest(batch)
-            planned = layer.plan(batch, forest)
-            alone = layer.without_sharing(batch, forest)
-            read += model.layers[attention] * planned.kv_tokens_read
-            unshared += model.layers[attention] * alone.attention_us
-            shared += model.layers[attention] * planned.attention_us
-        attention_times = Attention(unshared, shared, model.attention_flops)
-        times = call_times(work, attention_times, model.num_bytes, model.gpu, self._costs)
-        totals.requests += len(batch.seq_lens)
-        totals.batches += 1
-        totals.kv_tokens += int(batch.seq_lens.sum())
-        totals.kv_tokens_read += read / model.layers.total()
-        totals.unshared_us += unshared
-        totals.shared_us += shared
-        for row, found in times.items():
-            totals.times[row] = totals.times.get(row, Times(0.0, 0.0, 0.0)) + found
+            planned = layer.plan(group.batch)
+            count = model.layers[attention]
+            read += count * planned.made.kv_tokens_read
+            unshared_us += count * planned.unshared_us
+            shared_us += count * planned.attention_us
+        found = call_times(group, output_tokens, (unshared_us, shared_us), model, costs)
+        self.requests += len(group.batch.seq_lens)
+        self.batches += 1
+        self.kv_tokens += int(group.batch.seq_lens.sum())
+        self.kv_tokens_read += read / model.layers.total()
+        self.unshared_us += unshared_us
+        self.shared_us += shared_us
+        self.times = {part: self.times.get(part, 0.0) + times for part, times in found.items()}
+        self.kv_bytes = max(self.kv_bytes, group.kv_bytes)
+        self.is_limited |= group.is_limited
 
 
 def run(args: argparse.Namespace) -> int:
@@ -257,6 +198,7 @@ def _recorded(source: Source, file: BinaryIO) -> list[Batch] | None:
 def _estimate_trace(
     args: argparse.Namespace, batches: list[Batch], costs: CallCosts
 ) -> dict[str, Any]:
+    """The estimate of recorded batches, of which only decode is known."""
     args.block_size = args.block_size or batches[0].block_size
     if args.block_size != batches[0].block_size:
         raise PrefixShareError(
@@ -264,9 +206,15 @@ def _estimate_trace(
         )
     _take_recorded_shape(args, batches)
     model = estimated_model(args)
-    totals = Estimator(model, args.output_tokens, costs).of_batches(batches)
+    totals = Totals()
+    too_long = 0
+    for batch in batches:
+        group = DecodeGroup(batch, model.memory.batch_bytes(batch))
+        too_long += group.kv_bytes > model.memory.kv_room
+        totals.add(group, model, args.output_tokens, costs)
+    kept = ("decode", "sum") if model.num_bytes else ()
+    totals.times = {part: totals.times[part] for part in kept}
     row = _row(args, model, max(len(b.seq_lens) for b in batches), "as recorded", totals)
-    too_long = sum(batch_bytes(b, model.memory) > model.memory.kv_room for b in batches)
     found = _report(args, model, [row], "recorded batches", too_long, costs)
     # a request is in several batches, and a trace does not name it
     return found | {"requests": None, "arrivals": None, "prefix_cache": None}
@@ -313,16 +261,20 @@ def _estimate_prompts(
     arrivals = _read(args, source, file, tokenizer, blocks)
     prompts = blocks.prompts
     orders = {"as ordered": prompts}
-    estimate = Estimator(model, args.output_tokens, costs)
     known: dict[tuple[int, str], Totals] = {}
 
     def totals(size: int, order: str, progress: Progress) -> Totals:
         key = min(size, len(prompts)), order
         if key not in known:
-            known[key] = estimate.of_prompts(orders[order], blocks, size, progress)
+            found = known[key] = Totals()
+            for group in decode_groups(
+                orders[order], blocks, size, args.output_tokens, model.memory
+            ):
+                found.add(group, model, args.output_tokens, costs)
+                progress.step(len(group.batch.seq_lens))
         return known[key]
 
-    times = {}
+    times = None
     if not sizes:
         sizes = [DEFAULT_BATCH]
         if arrivals and model.num_bytes:
@@ -343,13 +295,12 @@ def _estimate_prompts(
     with Progress(len(prompts) * len(sizes) * len(orders)) as progress:
         for size in sizes:
             for name in orders:
-                if size >= len(prompts) and name != "as ordered":
-                    continue
-                rows.append(_row(args, model, size, name, totals(size, name, progress)))
+                if size < len(prompts) or name == "as ordered":
+                    rows.append(_row(args, model, size, name, totals(size, name, progress)))
     too_long = len(prompts) - totals(sizes[0], "as ordered", progress).requests
     return _report(args, model, rows, tokenizer.description, too_long, costs) | {
         "requests": len(prompts),
-        "arrivals": times or None,
+        "arrivals": times,
         "prefix_cache": _prefix_cache(blocks, tokenizer),
     }
 
@@ -358,9 +309,9 @@ def _latency(totals: Totals) -> float:
     """Seconds of a request in vLLM: its own host work and prefill, and the decode of its batch."""
     if not totals.requests:
         return 0.0
-    decode = totals.times["decode"].vllm
-    others = totals.times["sum"].vllm - decode
-    return (others / totals.requests + decode / totals.batches) / 1e3
+    decode = totals.times["decode"][0]
+    others = totals.times["sum"][0] - decode
+    return float(others / totals.requests + decode / totals.batches) / 1e3
 
 
 def _read(
@@ -410,25 +361,25 @@ def _row(
         "attention_us_unshared": round(totals.unshared_us / batches, 2),
         "attention_us_shared": round(totals.shared_us / batches, 2),
         "attention_gain": round(totals.unshared_us / totals.shared_us, 3),
-        "call_ms": {
-            name: (times / batches).rounded()._asdict() for name, times in totals.times.items()
-        },
+        "call_ms": {part: _sides(times / batches, 2) for part, times in totals.times.items()},
     }
     if "decode" in totals.times and args.output_tokens:
         seconds = totals.times["sum"] / 1e3
-        tokens = totals.requests * args.output_tokens
         hours = seconds * (model.num_gpus / 3600)
+        decode = totals.times["decode"] / (batches * args.output_tokens)
         row |= {
-            "seconds": seconds.rounded(3)._asdict(),
-            "ms_per_token": (totals.times["decode"] / (batches * args.output_tokens))
-            .rounded(3)
-            ._asdict(),
-            "tokens_per_second": Times(*(tokens / s for s in seconds)).rounded(1)._asdict(),
-            "gpu_hours": hours.rounded(6)._asdict(),
+            "seconds": _sides(seconds, 3),
+            "ms_per_token": _sides(decode, 3),
+            "tokens_per_second": _sides(totals.requests * args.output_tokens / seconds, 1),
+            "gpu_hours": _sides(hours, 6),
         }
         if args.price is not None:
-            row["price"] = (hours * args.price).rounded(4)._asdict()
+            row["price"] = _sides(hours * args.price, 4)
     return row
+
+
+def _sides(values: FloatArray, digits: int) -> dict[str, float]:
+    return {side: round(value, digits) for side, value in zip(SIDES, values.tolist(), strict=True)}
 
 
 def _report(
@@ -454,7 +405,7 @@ def _report(
         "host_cost": costs.source,
         "layers": model.layers.total(),
         "layers_left_out": dict(model.left_out),
-        "special_weights": list(model.special_weights),
+        "special_weights": model.special_weights,
         "memory": {
             "gpu_gb": model.gpu.memory_gb,
             "usable_gb": round(memory.total / 1e9, 2),

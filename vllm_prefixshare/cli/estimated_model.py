@@ -1,12 +1,14 @@
 """The model and GPUs of an estimate: shapes of its layers, planning, weights and memory."""
 
 import argparse
+import json
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from vllm_prefixshare.cli.call_time import weight_bytes
-from vllm_prefixshare.cli.gpu_memory import UTILIZATION, GpuMemory, KvLayers
-from vllm_prefixshare.cli.gpus import gpu_named
+import numpy as np
+
+from vllm_prefixshare.cli.batches import Batch
 from vllm_prefixshare.cli.options import (
     DEFAULT_SHAPE,
     attention_of,
@@ -15,23 +17,74 @@ from vllm_prefixshare.cli.options import (
     check_range,
     shape_option,
 )
-from vllm_prefixshare.cli.planned import Layer
-from vllm_prefixshare.cli.served import on_one_gpu, shape_of
+from vllm_prefixshare.cli.planned import Layer, gpu_named
+from vllm_prefixshare.cli.served import in_engine
 from vllm_prefixshare.config import AttentionConfig
-from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.planning.costs.gpus import NamedGpu
+from vllm_prefixshare.utils.trusted_files import read_text
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import (
     MAX_LAYERS,
     LayerKind,
     layer_kinds,
     special_weights,
 )
+from vllm_prefixshare.vllm_plugin.eligibility.platform import Platform, gpu_of
+from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
 
+#: Files that hold a checkpoint's weights.
+WEIGHTS = ("*.safetensors", "*.bin")
+#: Lists which of them vLLM loads; it has up to 9 MB for the largest models.
+INDEX, MAX_INDEX_BYTES = "model.safetensors.index.json", 64 << 20
+#: The same weights in Mistral's own format.
+COPY = "consolidated*"
 MAX_WEIGHTS_GB = 10_000
 MAX_GPUS = 1024
+#: Part of a GPU's memory that vLLM takes by default (``gpu_memory_utilization``).
+UTILIZATION = 0.92
 #: The model of ``DEFAULT_SHAPE``, its number of layers, and GB of its weights.
 DEFAULT_NAME = "Llama-3.1-8B"
 DEFAULT_LAYERS, DEFAULT_WEIGHTS_GB = 32, 16.06
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Memory of one GPU for weights and KV cache, in bytes.
+
+    total: what vLLM takes of the GPU.
+    kinds: layers with a KV cache, with the KV heads that the GPU has.
+    """
+
+    total: float
+    weights: float
+    kinds: list[LayerKind]
+
+    @property
+    def kv_room(self) -> float:
+        """Bytes for the KV cache; below 0 if the weights do not fit."""
+        return self.total - self.weights
+
+    def kv_bytes(self, new_tokens: int, num_tokens: int | IntArray) -> float:
+        """Bytes of the KV cache that requests add.
+
+        Args:
+            new_tokens: KV tokens in blocks that no running request holds.
+            num_tokens: all KV tokens of each request; windows are not shared here.
+        """
+        total = 0.0
+        for kind in self.kinds:
+            tokens = new_tokens
+            if kind.sliding_window is not None:
+                tokens = int(np.minimum(num_tokens, kind.sliding_window).sum())
+            total += _bytes_per_token(kind) * tokens
+        return total
+
+    def batch_bytes(self, batch: Batch) -> float:
+        """Bytes of the KV cache that a batch holds."""
+        counts = -(-batch.seq_lens // batch.block_size)
+        rows = zip(batch.block_table, counts.tolist(), strict=True)
+        distinct = len(np.unique(np.concatenate([row[:count] for row, count in rows])))
+        return self.kv_bytes(distinct * batch.block_size, batch.seq_lens)
 
 
 @dataclass(frozen=True)
@@ -53,7 +106,7 @@ class EstimatedModel:
     planning: dict[AttentionConfig, Layer]
     num_bytes: int
     memory: GpuMemory
-    special_weights: tuple[str, ...] = ()
+    special_weights: list[str]
 
     @property
     def block_size(self) -> int:
@@ -91,17 +144,28 @@ def estimated_model(args: argparse.Namespace) -> EstimatedModel:
     check_block_size(args)
     check_cache_argument(args)
     gpu = gpu_named(args.gpu)
+    platform = gpu_of(gpu.capability)
     check_range(args, "tensor-parallel-size", 1, MAX_GPUS)
     if args.weights_gb is not None and not 0 < args.weights_gb <= MAX_WEIGHTS_GB:
         raise PrefixShareError(
             f"--weights-gb must be above 0 and at most {MAX_WEIGHTS_GB}, got {args.weights_gb}."
         )
     if args.model is None:
-        name, layers, kv_layers = _numbered(args, gpu)
-        left_out: Counter[str] = Counter()
+        name, kinds = _numbered(args, platform)
     else:
-        name = str(args.model)
-        layers, left_out, kv_layers = _checkpoint(args, gpu)
+        name, kinds = str(args.model), _checkpoint(args)
+    kinds = in_engine(kinds, args.kv_cache_dtype, args.tensor_parallel_size)
+    kinds = [kind for kind in kinds if kind.attention]
+    served, left_out = kinds, Counter[str]()
+    if args.model is not None:
+        served, left_out = _served(args, kinds, platform)
+    # one block size for all layers, as in an engine
+    block_size = args.block_size
+    if block_size is None:
+        block_size = max(kind.attention_config().block_size for kind in served)
+    layers: Counter[AttentionConfig] = Counter()
+    for kind in served:
+        layers[replace(kind, block_size=block_size).attention_config()] += kind.count
     num_bytes = _weight_bytes(args, name) // args.tensor_parallel_size
     return EstimatedModel(
         name,
@@ -111,8 +175,8 @@ def estimated_model(args: argparse.Namespace) -> EstimatedModel:
         left_out,
         {attention: Layer.on(args.gpu, attention) for attention in layers},
         num_bytes,
-        GpuMemory(gpu.memory_gb * 1e9 * UTILIZATION, num_bytes, tuple(kv_layers)),
-        () if args.model is None else tuple(special_weights(args.model)),
+        GpuMemory(gpu.memory_gb * 1e9 * UTILIZATION, num_bytes, kinds),
+        [] if args.model is None else special_weights(args.model),
     )
 
 
@@ -129,76 +193,52 @@ def _weight_bytes(args: argparse.Namespace, name: str | None) -> int:
     return weight_bytes(args.model)
 
 
-def _numbered(
-    args: argparse.Namespace, gpu: NamedGpu
-) -> tuple[str | None, Counter[AttentionConfig], list[KvLayers]]:
-    """Layers of a shape that is given by numbers; one if their number is not known."""
-    from vllm_prefixshare.vllm_plugin.eligibility.platform import gpu_of
-
+def _numbered(args: argparse.Namespace, platform: Platform) -> tuple[str | None, list[LayerKind]]:
+    """Layers of a shape that is given by numbers, one if their number is not known; and the name of
+    the model that has them.
+    """
     whole = attention_of(args)
-    if whole.kv_dtype is not None and "fp8" not in gpu_of(gpu.capability).extras:
+    if whole.kv_dtype is not None and not platform.fp8_extra(use_mla=False):
         raise PrefixShareError(
             f"layers with an fp8 KV cache keep vLLM's own backend on {args.gpu}: name another "
             "GPU, or leave out --kv-cache-dtype."
         )
-    shape = whole.num_qo_heads, whole.num_kv_heads, whole.head_dim
-    is_default = shape == (*DEFAULT_SHAPE.values(),)[:3] and args.num_layers in (
-        None,
-        DEFAULT_LAYERS,
-    )
     check_range(args, "num-layers", 1, MAX_LAYERS)
-    count = args.num_layers
-    if count is None:
-        count = DEFAULT_LAYERS if is_default else 1
+    shape = whole.num_qo_heads, whole.num_kv_heads, whole.head_dim
+    is_default = shape == (*DEFAULT_SHAPE.values(),)[:3]
+    count = args.num_layers or (DEFAULT_LAYERS if is_default else 1)
     kind = LayerKind(
         name="attention",
         count=count,
         dtype=whole.dtype,
-        kv_cache_dtype=args.kv_cache_dtype,
         num_heads=whole.num_qo_heads,
         num_kv_heads=whole.num_kv_heads,
         head_size=whole.head_dim,
     )
-    kind = on_one_gpu(kind, args.tensor_parallel_size)
-    attention = replace(whole, num_qo_heads=kind.num_heads, num_kv_heads=kind.num_kv_heads)
-    return DEFAULT_NAME if is_default else None, Counter({attention: count}), [_kv_layers(kind)]
+    return DEFAULT_NAME if is_default and count == DEFAULT_LAYERS else None, [kind]
 
 
-def _checkpoint(
-    args: argparse.Namespace, gpu: NamedGpu
-) -> tuple[Counter[AttentionConfig], Counter[str], list[KvLayers]]:
-    """Layers of the folder that ``--model`` names.
-
-    Raises:
-        PrefixShareError: there is none to estimate.
-    """
-    from vllm_prefixshare.vllm_plugin import invariance
-    from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
-    from vllm_prefixshare.vllm_plugin.eligibility.platform import gpu_of
-    from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
-
+def _checkpoint(args: argparse.Namespace) -> list[LayerKind]:
+    """Layers of the folder that ``--model`` names."""
     if args.num_layers is not None:
         raise PrefixShareError(
             "--num-layers is for a shape without --model: leave out one of them."
         )
-    kinds = layer_kinds(args.model)
-    engine = Engine(is_hybrid=not all(kind.attention for kind in kinds))
-    served: list[LayerKind] = []
+    return [replace(x, dtype=shape_option(args, "dtype")) for x in layer_kinds(args.model)]
+
+
+def _served(
+    args: argparse.Namespace, kinds: list[LayerKind], platform: Platform
+) -> tuple[list[LayerKind], Counter[str]]:
+    """Layers of a model whose attention is estimated, and the number of others by the reason.
+
+    Raises:
+        PrefixShareError: there is none to estimate.
+    """
+    served = []
     left_out: Counter[str] = Counter()
-    kv_layers = []
     for kind in kinds:
-        if not kind.attention:
-            continue
-        kind = replace(
-            kind,
-            dtype=shape_option(args, "dtype"),
-            use_batch_invariant=invariance.wanted(),
-        )
-        if args.kv_cache_dtype != "auto":
-            kind = replace(kind, kv_cache_dtype=args.kv_cache_dtype)
-        kind = on_one_gpu(kind, args.tensor_parallel_size)
-        kv_layers.append(_kv_layers(kind))
-        reason = refusal(replace(kind, engine=engine), gpu_of(gpu.capability))
+        reason = refusal(kind, platform)
         if reason is None and kind.has_sliding_window:
             length = kind.sliding_window  # None: the file does not say
             reason = "a sliding window" + (f" of {length} tokens" if length else "")
@@ -212,17 +252,10 @@ def _checkpoint(
             f"{args.model} has no layer to estimate on {args.gpu} ({reasons}): see what 'doctor "
             "--model' says of it."
         )
-    # one size for all layers, as in an engine
-    block_size = args.block_size
-    if block_size is None:
-        block_size = max(shape_of(kind).block_size for kind in served)
-    layers: Counter[AttentionConfig] = Counter()
-    for kind in served:
-        layers[shape_of(kind, block_size=block_size)] += kind.count
-    return layers, left_out, kv_layers
+    return served, left_out
 
 
-def _kv_layers(kind: LayerKind) -> KvLayers:
+def _bytes_per_token(kind: LayerKind) -> float:
     """What layers of a kind, with the heads of one GPU, keep of a token."""
     numbers = kind.head_size if kind.use_mla else 2 * kind.num_kv_heads * kind.head_size
     cache = kind.kv_cache_dtype or "auto"
@@ -232,4 +265,35 @@ def _kv_layers(kind: LayerKind) -> KvLayers:
         item = 4.0 if cache == "float32" else 2.0
     else:
         item = 1.0 if "8" in cache else 0.5
-    return KvLayers(kind.count * numbers * item, kind.sliding_window)
+    return kind.count * numbers * item
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the weights in a checkpoint folder; 0 if it has none.
+
+    Raises:
+        PrefixShareError: the folder or its index of weights cannot be read.
+    """
+    try:
+        return sum(path.stat().st_size for path in _weight_files(folder))
+    except OSError as e:
+        raise PrefixShareError(f"{folder} cannot be read ({e.strerror}).") from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that vLLM loads. Mistral's folders hold the weights a second time."""
+    files = next(filter(None, (list(folder.glob(kind)) for kind in WEIGHTS)), [])
+    index = folder / INDEX
+    names = _indexed(index) if index.is_file() else set()
+    indexed = [path for path in files if path.name in names]
+    return indexed or [path for path in files if not path.match(COPY)] or files
+
+
+def _indexed(index: Path) -> set[str]:
+    """Names of the files in an index of weights."""
+    try:
+        return set(json.loads(read_text(index, MAX_INDEX_BYTES))["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise PrefixShareError(
+            f"{index} is not an index of weights: download it again, or give --weights-gb."
+        ) from None

@@ -21,7 +21,7 @@ from vllm_prefixshare.core import Forest, IntArray, PrefixShareError
 
 if TYPE_CHECKING:
     from vllm_prefixshare.cli.batches import Batch
-    from vllm_prefixshare.cli.planned import Layer, Planned, Unshared
+    from vllm_prefixshare.cli.planned import Layer, Planned
     from vllm_prefixshare.planning.plan import DecodePlan
 
 EXAMPLE = """\
@@ -42,6 +42,17 @@ PICTURES = ("svg", "png")
 MIN_US = 0.01
 #: Most lines printed of a forest.
 MAX_LINES = 24
+#: Columns of the table: field of a row, title and format.
+COLUMNS = (
+    ("kv_tokens_read", "KV read", "d"),
+    ("share_factor", "share", ".2f"),
+    ("attention_us", "attention us", ".1f"),
+    ("tiles", "tiles", "d"),
+    ("partials", "partials", "d"),
+    ("busiest_worker_us", "busiest us", ".1f"),
+    ("mean_worker_us", "mean us", ".1f"),
+    ("plan_ms", "plan ms", ".2f"),
+)
 #: Options whose values a trace has.
 TRACED = (
     *("model", "num_qo_heads", "num_kv_heads", "head_dim", "dtype", "kv_cache_dtype"),
@@ -79,6 +90,8 @@ class Report:
     """What is shown.
 
     plans: the first is drawn and judged.
+    unshared: the plan whose times and tokens without sharing are compared with: an engine's own, if
+        there is one.
     attention: shape of the layer.
     made_by: how the first plan was made.
     prices: where the prices of the other plans come from; None if they are those of the first.
@@ -87,7 +100,7 @@ class Report:
     batch: "Batch"
     forest: Forest
     plans: list["Planned"]
-    unshared: "Unshared"
+    unshared: "Planned"
     attention: AttentionConfig
     made_by: str
     prices: str | None = None
@@ -95,23 +108,19 @@ class Report:
     @property
     def gain(self) -> float:
         """Estimated attention time without sharing over the first plan's."""
-        return max(MIN_US, self.unshared.attention_us) / max(MIN_US, self.plans[0].attention_us)
-
-    def share_factor(self, planned: "Planned") -> float:
-        """KV tokens without sharing over those that a plan reads."""
-        return self.unshared.kv_tokens / max(1, planned.kv_tokens_read)
+        return max(MIN_US, self.unshared.unshared_us) / max(MIN_US, self.plans[0].attention_us)
 
     @property
     def verdict(self) -> str:
         """What sharing is worth, in one line."""
         first = self.plans[0]
         planned_by = f"planned by {first.title}"
-        if first.unshared is not None:
-            return f"nothing is shared ({first.unshared}); {planned_by}"
+        if first.made.unshared is not None:
+            return f"nothing is shared ({first.made.unshared}); {planned_by}"
         time = f"{self.gain:.2f} times less attention time"
         if self.gain < 1:
             time = f"{1 / self.gain:.2f} times the attention time"
-        tokens = f"{self.share_factor(first):.2f} times fewer KV tokens"
+        tokens = f"{first.share_factor:.2f} times fewer KV tokens"
         return f"reads {tokens}, estimated {time}; {planned_by}"
 
 
@@ -142,28 +151,27 @@ def _report(args: argparse.Namespace) -> Report:
     batch = _batch(args)
     if batch.recorded is None:
         layer = _layer(args, batch.block_size)
-        forest = layer.forest(batch)
         names = [args.divider or layer.config.divider]
         names += _others(*names) if args.compare else []
-        plans = [layer.plan(batch, forest, name) for name in names]
-        unshared = layer.without_sharing(batch, forest)
-        return Report(batch, forest, plans, unshared, layer.attention, _priced(layer))
+        plans = [layer.plan(batch, name) for name in names]
+        forest = forest_of(batch, layer.attention)
+        return Report(batch, forest, plans, plans[0], layer.attention, _priced(layer))
     _refuse_other_engines(args)
     engine = batch.recorded.engine
     forest = forest_of(batch, engine.attention, engine.query_len)
-    ran, unshared = as_run(batch.recorded, forest)
+    ran = as_run(batch.recorded, forest)
     made_by = f"as the engine ran it: {engine.kernel} kernel on {engine.device}"
     names = [] if args.divider is None else [args.divider]
     names += _others(*names, ran.divider) if args.compare else []
     plans, prices = [], None
     if names:
-        layer = Layer.of_engine(engine)
-        plans = [layer.plan(batch, forest, name) for name in names]
+        layer = Layer.of_engine(engine.attention, engine.kernel, engine.device, engine.query_len)
+        plans = [layer.plan(batch, name) for name in names]
         prices = f"planned here for the same engine, {_priced(layer)}"
     if args.divider is not None:
         made_by = str(prices)
     plans.insert(0 if args.divider is None else 1, ran)
-    return Report(batch, forest, plans, unshared, engine.attention, made_by, prices)
+    return Report(batch, forest, plans, ran, engine.attention, made_by, prices)
 
 
 def _priced(layer: "Layer") -> str:
@@ -222,16 +230,16 @@ def _draw(args: argparse.Namespace, report: Report) -> list[Path]:
         return []
     from vllm_prefixshare.cli.picture import DARK, LIGHT, encoded, picture
 
-    first, unshared = report.plans[0], report.unshared
+    made = report.plans[0].made
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters of a name that the font has not
         figure = picture(
             f"Prefix forest of {report.batch.name}",
-            f"{_requests(report.forest)}, {unshared.kv_tokens:,} KV tokens one by one, "
-            f"{first.kv_tokens_read:,} as planned ({report.share_factor(first):.2f} times less)",
-            f"divider {first.title}; {report.made_by}",
+            f"{_requests(report.forest)}, {made.kv_tokens:,} KV tokens one by one, "
+            f"{made.kv_tokens_read:,} as planned ({report.plans[0].share_factor:.2f} times less)",
+            f"divider {report.plans[0].title}; {report.made_by}",
             report.forest,
-            first.plan,
+            made.plan,
             report.batch.seq_lens,
             DARK if args.dark else LIGHT,
         )
@@ -246,11 +254,11 @@ def _requests(forest: Forest) -> str:
 
 def _as_json(report: Report) -> dict[str, Any]:
     batch, forest, recorded = report.batch, report.forest, report.batch.recorded
-    found: dict[str, Any] = {
+    return {
         "batch": batch.name,
         "block_size": batch.block_size,
         "requests": forest.num_reqs,
-        "kv_tokens": report.unshared.kv_tokens,
+        "kv_tokens": report.unshared.made.kv_tokens,
         "nodes": [
             {
                 "parent": int(forest.node_parent[i]),
@@ -264,30 +272,29 @@ def _as_json(report: Report) -> dict[str, Any]:
         "engine": None if recorded is None else asdict(recorded.engine),
         "made_by": report.made_by,
         "prices": report.prices,
-        "attention_us_unshared": round(report.unshared.attention_us, 2),
+        "attention_us_unshared": round(report.unshared.unshared_us, 2),
         "attention_gain": round(report.gain, 3),
         "verdict": report.verdict,
-        "dividers": [_row(report, planned) for planned in report.plans],
+        "dividers": [_row(planned) for planned in report.plans],
+        "workers": _workers(forest, report.plans[0].made.plan),
     }
-    found["workers"] = _workers(forest, report.plans[0].plan)
-    return found
 
 
-def _row(report: Report, planned: "Planned") -> dict[str, Any]:
-    plan = planned.plan
+def _row(planned: "Planned") -> dict[str, Any]:
+    plan = planned.made.plan
     loads = plan.worker_us
     return {
         "divider": planned.divider,
         "default": planned.divider == planned.default_divider,
         "as_run": planned.as_run,
-        "kv_tokens_read": planned.kv_tokens_read,
-        "share_factor": round(report.share_factor(planned), 3),
+        "kv_tokens_read": planned.made.kv_tokens_read,
+        "share_factor": round(planned.share_factor, 3),
         "attention_us": round(planned.attention_us, 2),
         "tiles": plan.num_tiles,
         "partials": plan.num_partials,
         "busiest_worker_us": round(float(loads.max()), 2),
         "mean_worker_us": round(float(loads.mean()), 2),
-        "plan_ms": round(planned.seconds * 1e3, 3),
+        "plan_ms": round(planned.made.seconds * 1e3, 3),
     }
 
 
@@ -309,32 +316,21 @@ def _workers(forest: Forest, plan: "DecodePlan") -> list[list[dict[str, Any]]]:
 
 
 def _print(report: Report) -> None:
-    batch, forest, unshared = report.batch, report.forest, report.unshared
+    batch, forest = report.batch, report.forest
+    kv_tokens = report.unshared.made.kv_tokens
     print(f"{batch.name}, {report.made_by}")
     print(_shape(report.attention))
-    print(f"{_requests(forest)}, {unshared.kv_tokens} KV tokens read one by one")
+    print(f"{_requests(forest)}, {kv_tokens} KV tokens read one by one")
     for line in forest_lines(forest, batch.seq_lens):
         print(line)
     print()
-    columns = ("KV read", "share", "attention us", "tiles", "partials", "busiest us", "mean us")
-    rows: list[tuple[str, ...]] = [("divider", *columns, "plan ms")]
+    rows = [("divider", *(title for _, title, _ in COLUMNS))]
     for planned in report.plans:
-        row = _row(report, planned)
-        rows.append(
-            (
-                planned.title + (", as run" if planned.as_run else ""),
-                str(row["kv_tokens_read"]),
-                f"{row['share_factor']:.2f}",
-                f"{row['attention_us']:.1f}",
-                str(row["tiles"]),
-                str(row["partials"]),
-                f"{row['busiest_worker_us']:.1f}",
-                f"{row['mean_worker_us']:.1f}",
-                f"{row['plan_ms']:.2f}",
-            )
-        )
-    none = ("unshared", str(unshared.kv_tokens), "1.00", f"{unshared.attention_us:.1f}")
-    rows.insert(2, (*none, *["-"] * 5))
+        row = _row(planned)
+        name = planned.title + (", as run" if planned.as_run else "")
+        rows.append((name, *(format(row[field], form) for field, _, form in COLUMNS)))
+    unshared_us = f"{report.unshared.unshared_us:.1f}"
+    rows.insert(2, ("unshared", str(kv_tokens), "1.00", unshared_us, *["-"] * 5))
     print_table(rows)
     if report.prices is not None and report.prices != report.made_by:
         print(f"other dividers are {report.prices}")
@@ -362,10 +358,8 @@ def forest_lines(forest: Forest, seq_lens: IntArray) -> list[str]:
     # as many levels as fit, but always the first
     fits = np.cumsum(np.bincount(depth)) <= MAX_LINES
     levels = max(1, int(fits.sum()))
-    tokens, requests = (
-        forest.node_end - forest.node_start,
-        forest.node_reader_end - forest.node_reader_start,
-    )
+    tokens = forest.node_end - forest.node_start
+    requests = forest.node_reader_end - forest.node_reader_start
     lines = [
         f"{'  ' * (depth[i] + 1)}node {i}: {tokens[i]} tokens x {requests[i]} requests"
         for i in np.flatnonzero(depth < levels)

@@ -2,15 +2,13 @@
 a shared prefix.
 """
 
-import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_prefixshare.cli.batches import MAX_ENTRIES, Batch
+from vllm_prefixshare.cli.batches import MAX_ENTRIES
 from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.planning.forest.prefix_tree import forest_from_blocks
 
@@ -191,61 +189,3 @@ def _hashes(tokens: IntArray, width: int) -> npt.NDArray[np.uint64]:
     sums[width:] -= sums[:-width].copy()
     inverse = np.uint64(pow(HASH_BASE, -1, 1 << 64))
     return sums[width - 1 :] * np.cumprod(np.full(len(tokens) - width + 1, inverse))
-
-
-def num_held(blocks: IntArray, held: set[int]) -> int:
-    """How many blocks of a prompt are in ``held``, which has all blocks of other prompts: they are
-    its first ones, because a block stands for all tokens up to its end.
-    """
-    return bisect.bisect(blocks, False, key=lambda block: block not in held)
-
-
-class DecodeBatch(NamedTuple):
-    """Prompts that decode together.
-
-    batch: block tables and lengths half way through their outputs.
-    prompt_tokens, new_tokens: tokens of the prompts, and of these the tokens that no earlier prompt
-        of the batch has in its prefix.
-    attended: KV tokens to which each new token attends, summed.
-    """
-
-    batch: Batch
-    prompt_tokens: int
-    new_tokens: int
-    attended: int
-
-
-def decode_batch(prompts: Sequence[Prompt], blocks: PrefixBlocks, generated: int) -> DecodeBatch:
-    """The block tables that vLLM's prefix caching would give these prompts.
-
-    Args:
-        generated: tokens that each has generated, besides the one to be computed.
-
-    Raises:
-        PrefixShareError: they are too many.
-    """
-    size = blocks.block_size
-    num_tokens = np.array([prompt.num_tokens for prompt in prompts])
-    lens = (num_tokens + generated + 1).astype(np.int32)
-    counts = -(-lens // size)
-    width = int(counts.max())
-    if len(prompts) * width > MAX_ENTRIES:
-        raise PrefixShareError(
-            f"{len(prompts)} requests of up to {int(lens.max())} tokens are too many at a time: "
-            "lower --batch."
-        )
-    table = np.zeros((len(prompts), width), np.int32)
-    new = num_tokens.astype(np.int64)
-    seen: set[int] = set()
-    last = blocks.num_blocks
-    for i, (prompt, count) in enumerate(zip(prompts, counts.tolist(), strict=True)):
-        ids = prompt.blocks
-        num_seen = num_held(ids, seen)
-        new[i] -= size * num_seen
-        seen.update(ids[num_seen:].tolist())
-        table[i, : len(ids)] = ids
-        table[i, len(ids) : count] = np.arange(last + 1, last + 1 + count - len(ids))
-        last += count - len(ids)
-    attended = new * num_tokens - new * (new - 1) // 2
-    batch = Batch("prompts", table, lens, size)
-    return DecodeBatch(batch, int(num_tokens.sum()), int(new.sum()), int(attended.sum()))

@@ -2,12 +2,34 @@
 
 from dataclasses import replace
 
-from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.vllm_plugin import invariance
 from vllm_prefixshare.vllm_plugin.eligibility import platform
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
+
+
+def in_engine(
+    kinds: list[LayerKind], cache: str, gpus: int, shards: int = 1, drafts: int = 0
+) -> list[LayerKind]:
+    """All kinds of layers of a model as one GPU of an engine has them.
+
+    Args:
+        kinds: with the heads of the model.
+        cache: ``--kv-cache-dtype``; "auto" for the checkpoint's own.
+        gpus, shards: as for ``on_one_gpu``.
+        drafts: draft tokens that a decode verifies.
+
+    Raises:
+        PrefixShareError: vLLM would refuse so many GPUs, or shards.
+    """
+    engine = Engine(1 + drafts, shards, is_hybrid=not all(kind.attention for kind in kinds))
+    is_invariant = invariance.wanted()
+    kinds = [replace(x, engine=engine, use_batch_invariant=is_invariant) for x in kinds]
+    if cache != "auto":
+        kinds = [replace(kind, kv_cache_dtype=cache) for kind in kinds]
+    return [on_one_gpu(kind, gpus, shards) for kind in kinds]
 
 
 def on_one_gpu(layer: LayerKind, gpus: int, shards: int = 1) -> LayerKind:
@@ -44,38 +66,24 @@ def on_one_gpu(layer: LayerKind, gpus: int, shards: int = 1) -> LayerKind:
     )
 
 
-def falls_back(layer: LayerKind, on_cpu: bool | None, engine: Engine | None = None) -> str | None:
+def falls_back(layer: LayerKind, on_cpu: bool | None) -> str | None:
     """Why a kind of layer would not be served, or None.
 
     Args:
-        layer: with the heads of one GPU.
+        layer: with the heads of one GPU, and its engine.
         on_cpu: None where the platform is not known: whether some GPU would serve it, whatever the
             length of its window.
-        engine: None for one without drafts, shards and other kinds of layers.
 
     Raises:
         PrefixShareError: no kernel serves the shape, or a cost table does not fit.
     """
-    spec = replace(layer, engine=engine or Engine())
     if on_cpu:
-        return refusal(spec, platform.CPU)
+        return refusal(layer, platform.CPU)
     somewhere = platform.Platform(platform.CUDA_DTYPES, platform.gpu_extras(anywhere=True))
-    reason = refusal(spec, somewhere)
-    is_plain = refusal(spec, somewhere._replace(extras=platform.NOTHING)) is None
+    reason = refusal(layer, somewhere)
+    is_plain = refusal(layer, somewhere._replace(extras=platform.NOTHING)) is None
     if on_cpu is None or reason is not None or is_plain:
         return reason
     # only now: this imports half of vLLM, which takes seconds, and compiles the kernel, as an
     # engine does
-    return refusal(spec, somewhere._replace(extras=platform.gpu_extras(), is_here=True))
-
-
-def shape_of(layer: LayerKind, shards: int = 1, block_size: int | None = None) -> AttentionConfig:
-    """The shape of a layer with the heads of one GPU, as the plugin makes it from vLLM's.
-
-    Args:
-        block_size: None for that which vLLM takes on a GPU.
-
-    Raises:
-        PrefixShareError: no kernel serves the shape.
-    """
-    return replace(layer, engine=Engine(shards=shards), block_size=block_size).attention_config()
+    return refusal(layer, somewhere._replace(extras=platform.gpu_extras(), is_here=True))

@@ -20,7 +20,7 @@ from vllm_prefixshare import __version__
 from vllm_prefixshare.cli import doctor
 from vllm_prefixshare.cli.main import COMMANDS, main, parser
 from vllm_prefixshare.cli.options import HelpFormatter, attention_of
-from vllm_prefixshare.cli.served import falls_back, on_one_gpu, shape_of
+from vllm_prefixshare.cli.served import falls_back, on_one_gpu
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.cpu.executor import cpu_executor
@@ -264,9 +264,9 @@ def test_doctor_looks_for_kernels_for_what_one_gpu_has(
     assert checks["kernel"] == ("hopper" if expected else "none: no layer would be served")
 
 
-def served_anywhere(falls_back, layer, on_cpu, engine):
+def served_anywhere(falls_back, layer, on_cpu):
     """Whether some GPU serves a layer: what the cost table says of windows is not asked."""
-    return falls_back(layer, None, engine)
+    return falls_back(layer, None)
 
 
 def test_doctor_looks_for_a_kernel_that_takes_the_drafts(tmp_path, monkeypatch):
@@ -586,8 +586,8 @@ def test_doctor_asks_flash_mla_for_an_fp8_cache_of_latents(tmp_path, monkeypatch
     kind = replace(latents(tmp_path), kv_cache_dtype="fp8")
     assert falls_back(kind, on_cpu=False) == (None if takes else "a KV cache of type fp8")
     shape = AttentionConfig(16, 1, 576, 64, kv_dtype=FP8, query_dtype=FP8, kv_lora_rank=512)
-    assert asked == [shape][:takes] and shape_of(kind) == shape
-    assert shape_of(replace(kind, kv_cache_dtype="auto")).block_size == 16
+    assert asked == [shape][:takes] and kind.attention_config() == shape
+    assert replace(kind, kv_cache_dtype="auto").attention_config().block_size == 16
 
 
 MLA = {"model_type": "deepseek_v3", "kv_lora_rank": 512, "qk_rope_head_dim": 64}

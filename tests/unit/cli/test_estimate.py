@@ -12,16 +12,18 @@ import pytest
 
 from examples.embedded_model import embedded_model_path
 from tests.support.cli_runs import run
+from tests.support.decode_groups import one_group
 from vllm_prefixshare.cli.batches import Batch, tree_batch
-from vllm_prefixshare.cli.call_time import MEASURED, Attention, Work, call_times, weight_bytes
-from vllm_prefixshare.cli.main import main
+from vllm_prefixshare.cli.call_time import MEASURED, call_times
+from vllm_prefixshare.cli.decode_groups import DecodeGroup
+from vllm_prefixshare.cli.estimated_model import EstimatedModel, estimated_model, weight_bytes
+from vllm_prefixshare.cli.main import main, parser
 from vllm_prefixshare.cli.planned import Layer
-from vllm_prefixshare.cli.prefixes import DecodeBatch, PrefixBlocks, decode_batch
+from vllm_prefixshare.cli.prefixes import PrefixBlocks
 from vllm_prefixshare.cli.prompts import MAX_LINE, Source, open_source, read_requests
 from vllm_prefixshare.cli.tokenization import ByteTokenizer
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.planning.costs.gpus import GPUS
 from vllm_prefixshare.planning.sharing import shareable_forest
 
 PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published"
@@ -39,11 +41,11 @@ def read(path: Path) -> list[np.ndarray]:
         return [request.tokens for request in read_requests(source, file, ByteTokenizer())]
 
 
-def batch_of(prompts: list[np.ndarray], block_size: int, generated: int = 0) -> DecodeBatch:
+def batch_of(prompts: list[np.ndarray], block_size: int, generated: int = 0) -> DecodeGroup:
     blocks = PrefixBlocks(block_size)
     for i, prompt in enumerate(prompts):
         blocks.add(f"prompt {i}", prompt.astype(np.int32))
-    return decode_batch(blocks.prompts, blocks, generated)
+    return one_group(blocks, generated)
 
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: object, gpu: str = "H200") -> dict:
@@ -68,9 +70,8 @@ def test_a_shared_document_is_found_and_gains(tmp_path, capsys):
 def estimated(attention: AttentionConfig, batch: Batch) -> tuple[float, float]:
     """Microseconds of a layer on an H200, without and with sharing."""
     layer = Layer.on("H200", attention)
-    forest = layer.forest(batch)
-    unshared = layer.without_sharing(batch, forest)
-    return unshared.attention_us, layer.plan(batch, forest).attention_us
+    planned = layer.plan(batch)
+    return planned.unshared_us, planned.attention_us
 
 
 def test_estimates_are_near_what_was_measured():
@@ -361,23 +362,31 @@ def test_a_whole_call_is_near_what_was_measured(tmp_path, capsys):
         assert sum(rows) == pytest.approx(found["sum"][side], abs=0.1)
 
 
+def llama(*options: str) -> EstimatedModel:
+    return estimated_model(parser().parse_args(["estimate", "-", "--gpu", "H200", *options]))
+
+
 def test_only_new_text_is_tokenized_and_hashed_again():
-    batch = batch_of([np.arange(n, dtype=np.int32) for n in (33, 33, 49, 20)], 16, generated=5)
+    group = batch_of([np.arange(n, dtype=np.int32) for n in (33, 33, 49, 20)], 16, generated=5)
     # of 33 tokens two blocks are shared; the last token is computed in any case
     new = [33, 1, 17, 4]
     attended = sum(sum(range(n - k + 1, n + 1)) for n, k in zip((33, 33, 49, 20), new, strict=True))
-    assert batch[1:] == (135, sum(new), attended)
-    work, attention = Work(1000, 100, 1e5, 10), Attention(50.0, 5.0, 4096.0)
-    known = call_times(work, attention, 0, GPUS["H200"])
+    assert group[3:] == (135, sum(new), attended)
+    group = group._replace(prompt_tokens=1000, new_tokens=100, attended=100_000)
+    attention_us = 50.0, 5.0
+    known = call_times(group, 10, attention_us, llama("--num-layers", "1"))
     assert list(known) == [*MEASURED.new_us, "sum"], "no weights, no prefill and decode"
     half = 900 * MEASURED.shared_us["hashes"] + 100 * MEASURED.new_us["hashes"]
-    assert known["hashes"].parts_on == pytest.approx(half / 1e3)
-    assert known["lookup"].parts_on == pytest.approx(MEASURED.shared_us["lookup"])
-    nothing = call_times(work._replace(new_tokens=1000), attention, 0, GPUS["H200"])
-    assert nothing["tokenization"].parts_on == nothing["tokenization"].parts_off
-    whole = call_times(work, attention, 10**9, GPUS["H200"])
-    assert whole["decode"].vllm > whole["decode"].parts_off == whole["decode"].parts_on
-    assert whole["prefill"].parts_on == whole["prefill"].vllm > 0
+    assert known["hashes"][2] == pytest.approx(half / 1e3)
+    assert known["lookup"][2] == pytest.approx(MEASURED.shared_us["lookup"])
+    nothing = call_times(group._replace(new_tokens=1000), 10, attention_us, llama())
+    _, parts_off, parts_on = nothing["tokenization"]
+    assert parts_on == parts_off
+    whole = call_times(group, 10, attention_us, llama())
+    vllm, parts_off, parts_on = whole["decode"]
+    assert vllm > parts_off == parts_on
+    vllm, _, parts_on = whole["prefill"]
+    assert parts_on == vllm > 0
 
 
 def cells(said: str) -> list[list[str]]:

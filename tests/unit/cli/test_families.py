@@ -12,7 +12,6 @@ from vllm_prefixshare.cli.served import falls_back, on_one_gpu
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import layer_kinds
-from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine
 
 ALIBI = "ALiBi slopes"
 MIMO = {
@@ -216,7 +215,7 @@ def test_doctor_knows_what_batch_invariance_rules_out(
 
 def test_latents_of_another_rank_are_not_served(tmp_path):
     (kind,) = kinds_of(tmp_path, **LATENT | {"kv_lora_rank": 256, "qk_rope_head_dim": 320})
-    assert falls_back(on_one_gpu(kind, 1), None, Engine()) == "head_dim 576"
+    assert falls_back(on_one_gpu(kind, 1), None) == "head_dim 576"
 
 
 def saved(folder, model_type, **fields):

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.decode_groups import one_group
 from vllm_prefixshare.cli.main import main
-from vllm_prefixshare.cli.prefixes import PrefixBlocks, _hashes, decode_batch
+from vllm_prefixshare.cli.prefixes import PrefixBlocks, _hashes
 
 BLOCK = 4
 #: Prompts of few different tokens share prefixes of every length.
@@ -40,7 +41,7 @@ def test_blocks_are_shared_as_pairs_of_prompts_say(prompts):
             for other in prompts[:i]
         ]
         assert blocks.prompts[i].num_known == min(shareable, max(earlier, default=0))
-    found = decode_batch(blocks.prompts, blocks, 0)
+    found = one_group(blocks)
     distinct = {
         tuple(prompt[: end * BLOCK])
         for prompt in prompts

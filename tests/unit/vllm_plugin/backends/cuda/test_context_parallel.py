@@ -275,7 +275,7 @@ def test_what_does_not_fit_shards_keeps_flash_attention(monkeypatch, layer, draf
         kv_cache_dtype=layer.get("kv_cache_dtype", "auto"),
         use_dcp=True,
     )  # fmt: skip
-    assert falls_back(kind, None, Engine(1 + drafts, shards=2)) == reason
+    assert falls_back(replace(kind, engine=Engine(1 + drafts, shards=2)), None) == reason
 
 
 @pytest.mark.parametrize("collective", ["ag_rs", "a2a"])

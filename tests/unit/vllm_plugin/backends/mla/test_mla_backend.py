@@ -267,7 +267,7 @@ def test_a_layer_that_is_not_served_keeps_its_parent(monkeypatch, heads, drafts,
             576, "float16", num_heads=heads, use_mla=True, name="full attention", count=1
         )
         kind = replace(kind, kv_lora_rank=512, use_dcp=shards > 1)
-        assert falls_back(kind, None, Engine(1 + drafts, shards)) == reason
+        assert falls_back(replace(kind, engine=Engine(1 + drafts, shards)), None) == reason
     if heads == HEADS and not changes:
         made, batch = group(), batch_of()
         metadata = made.assert_right(batch)
