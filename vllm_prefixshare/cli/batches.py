@@ -119,22 +119,19 @@ def read_batch(path: Path, step: int | None = None) -> Batch:
             f"--step must be from {-len(lines)} to {len(lines) - 1} for {path}, got {step}."
         )
     try:
-        step = _largest(lines) if step is None else step % len(lines)
+        if step is None:
+            step = max(range(len(lines)), key=lambda i: (_num_requests(lines[i]), i))
+        step %= len(lines)
         name = path.name if len(lines) == 1 else f"{path.name}, step {step} of {len(lines)}"
         return _batch(name, json.loads(lines[step]))
     except (ValueError, RecursionError) as e:
         raise PrefixShareError(f"{path} is not a block-table file: {e}.") from None
 
 
-def _largest(lines: list[str]) -> int:
-    """The last of the lines with the most requests."""
-    best = most = 0
-    for i, line in enumerate(lines):
-        data = json.loads(line)
-        lens = data.get("kv_lens") if isinstance(data, dict) else None
-        if isinstance(lens, list) and len(lens) >= most:
-            best, most = i, len(lens)
-    return best
+def _num_requests(line: str) -> int:
+    data = json.loads(line)
+    lens = data.get("kv_lens") if isinstance(data, dict) else None
+    return len(lens) if isinstance(lens, list) else 0
 
 
 def read_batches(text: str, name: str) -> Iterator[Batch]:

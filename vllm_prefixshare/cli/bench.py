@@ -4,22 +4,26 @@ import argparse
 import json
 import statistics
 import time
+import timeit
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from vllm_prefixshare.cli.batches import Batch, tree_batch
 from vllm_prefixshare.cli.memory import check_room
 from vllm_prefixshare.cli.options import add_device_argument, add_shape_arguments, attention_of
 from vllm_prefixshare.cli.output import print_table
 from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.planning.costs.lookup import cost_model, gpu, has_gpu, processor
+from vllm_prefixshare.planning.planner import DecodePlanner
+from vllm_prefixshare.vllm_plugin import compat
 
 if TYPE_CHECKING:
     import torch
-
-    from vllm_prefixshare.cli.batches import Batch
 
 EXAMPLE = """\
 What would this machine gain for a model's shape, with 32 requests on a document of 4096 tokens?
@@ -81,9 +85,6 @@ class Sides(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """Compare with the reference, then time; the exit status is 1 if results differ."""
-    from vllm_prefixshare.cli.batches import tree_batch
-    from vllm_prefixshare.planning.costs.lookup import gpu, has_gpu, processor
-
     if not 0 < args.seconds <= 3600:
         raise PrefixShareError(
             f"--seconds must be more than 0 and at most 3600, got {args.seconds}."
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(
-    batch: "Batch", sides: Sides, attention: AttentionConfig, seconds: float
+    batch: Batch, sides: Sides, attention: AttentionConfig, seconds: float
 ) -> dict[str, Any]:
     """Compare, then time in pairs, so that other load on the machine affects both sides."""
     errors = {}
@@ -149,7 +150,7 @@ def _measure(
     return row
 
 
-def _sides_cpu(attention: AttentionConfig, batch: "Batch") -> Sides:
+def _sides_cpu(attention: AttentionConfig, batch: Batch) -> Sides:
     import torch
 
     from vllm_prefixshare.kernels.cpu.executor import cache_views, cpu_executor
@@ -160,14 +161,6 @@ def _sides_cpu(attention: AttentionConfig, batch: "Batch") -> Sides:
     kv_cache = torch.randn(num_blocks, a.num_kv_heads, a.block_size, 2 * a.head_dim).to(dtype)
     k_cache, v_cache = cache_views(kv_cache)
     q = torch.randn(len(batch.seq_lens), a.num_qo_heads, a.head_dim).to(dtype)
-
-    def seconds(run: Callable[[], object]) -> Callable[[], float]:
-        def once() -> float:
-            began = time.perf_counter()
-            run()
-            return time.perf_counter() - began
-
-        return once
 
     notes: list[str] = []
     executor = cpu_executor(attention, notes.append)
@@ -180,13 +173,16 @@ def _sides_cpu(attention: AttentionConfig, batch: "Batch") -> Sides:
         unshared, baseline = cpu_attn, "vLLM's CPU_ATTN"
         if shared.kv_tokens == unshared.kv_tokens:  # the backend also leaves this batch to CPU_ATTN
             shared = cpu_attn
-    unshared, shared = (s._replace(seconds=seconds(s.run)) for s in (unshared, shared))
+    unshared, shared = (
+        way._replace(seconds=partial(timeit.timeit, way.run, number=1))
+        for way in (unshared, shared)
+    )
     kernel = " ".join([f"{executor.name}.", *notes]).removesuffix(".")
     return Sides(unshared, shared, kernel, baseline, *_reference(batch, q, k_cache, v_cache))
 
 
 def _cpu_attn(
-    attention: AttentionConfig, q: "torch.Tensor", kv_cache: "torch.Tensor", batch: "Batch"
+    attention: AttentionConfig, q: "torch.Tensor", kv_cache: "torch.Tensor", batch: Batch
 ) -> Side | None:
     """CPU_ATTN's kernel; None if vLLM is not installed for CPUs.
 
@@ -194,8 +190,6 @@ def _cpu_attn(
         PrefixShareError: CPU_ATTN does not take such a layer.
     """
     import torch
-
-    from vllm_prefixshare.vllm_plugin import compat
 
     try:
         compat.check_release(on_cpu=True)
@@ -209,7 +203,7 @@ def _cpu_attn(
     return Side(out, call, lambda: 0.0, int(batch.seq_lens.sum()))
 
 
-def _sides_gpu(attention: AttentionConfig, batch: "Batch") -> Sides:
+def _sides_gpu(attention: AttentionConfig, batch: Batch) -> Sides:
     import torch
 
     from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
@@ -237,7 +231,7 @@ def _sides_gpu(attention: AttentionConfig, batch: "Batch") -> Sides:
 def _planned(
     attention: AttentionConfig,
     executor: Any,
-    batch: "Batch",
+    batch: Batch,
     share: str,
     tensors: "tuple[torch.Tensor, torch.Tensor, torch.Tensor]",
 ) -> Side:
@@ -245,8 +239,6 @@ def _planned(
     import torch
 
     from vllm_prefixshare.kernels.interface import HostBatch
-    from vllm_prefixshare.planning.costs.lookup import cost_model
-    from vllm_prefixshare.planning.planner import DecodePlanner
 
     q, k_cache, v_cache = tensors
     planner = DecodePlanner(
@@ -268,7 +260,7 @@ def _planned(
 
 
 def _reference(
-    batch: "Batch", q: "torch.Tensor", k_cache: "torch.Tensor", v_cache: "torch.Tensor"
+    batch: Batch, q: "torch.Tensor", k_cache: "torch.Tensor", v_cache: "torch.Tensor"
 ) -> "tuple[list[int], torch.Tensor]":
     """Up to ``CHECKED`` rows spread over the batch, and their reference results."""
     import torch

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import vllm_prefixshare
 from vllm_prefixshare.cli.options import (
     add_cache_argument,
     add_model_argument,
@@ -23,8 +25,12 @@ from vllm_prefixshare.cli.options import (
 from vllm_prefixshare.cli.served import falls_back, in_engine
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.planning.costs import lookup
+from vllm_prefixshare.planning.costs.table import CostTable
 from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES, settings
+from vllm_prefixshare.vllm_plugin import compat
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
+from vllm_prefixshare.vllm_plugin.observability import metrics, tracing
 
 EXAMPLE = """\
 Is everything in place, and which layers of a model would be served?
@@ -211,15 +217,11 @@ def _first_line(error: Exception) -> str:
 
 def package(machine: Machine) -> str:
     """This package's version."""
-    from vllm_prefixshare import __version__
-
-    return f"vllm_prefixshare {__version__}"
+    return f"vllm_prefixshare {vllm_prefixshare.__version__}"
 
 
 def plugin(machine: Machine) -> str:
     """Both entry points, as vLLM will look for them."""
-    from importlib.metadata import entry_points
-
     for group in ("vllm.general_plugins", "vllm.platform_plugins"):
         if not any(p.value.startswith("vllm_prefixshare.") for p in entry_points(group=group)):
             raise PrefixShareError(
@@ -234,7 +236,6 @@ def plugin(machine: Machine) -> str:
 def environment(machine: Machine) -> str:
     """Variables, the divider, the form of a cost table, and whether named files can be written."""
     from vllm_prefixshare.vllm_plugin.hooks.selection import check_settings, named_by_environment
-    from vllm_prefixshare.vllm_plugin.observability import metrics, tracing
 
     named_by_environment()
     check_settings()
@@ -247,8 +248,6 @@ def environment(machine: Machine) -> str:
 
 def release(machine: Machine) -> str:
     """The vLLM release and the names that are hooked."""
-    from vllm_prefixshare.vllm_plugin import compat
-
     compat.check_release(on_cpu=False)  # as the next check asks, which is answered already
     return f"vLLM {compat.vllm_version()}, with every name that is hooked"
 
@@ -258,11 +257,7 @@ def platform(machine: Machine) -> str:
     from vllm_prefixshare.vllm_plugin.hooks.selection import check_platform
 
     machine.on_cpu = check_platform()
-    if machine.on_cpu:
-        return "CPU"
-    from vllm_prefixshare.planning.costs.lookup import gpu
-
-    return gpu()
+    return "CPU" if machine.on_cpu else lookup.gpu()
 
 
 def kernel(machine: Machine) -> str:
@@ -303,9 +298,6 @@ def gpu_kernel(attention: AttentionConfig, query_len: int) -> Choice:
 
 def cost_table(machine: Machine) -> str:
     """Whether the table that is named was measured on this machine, for the layers' shapes."""
-    from vllm_prefixshare.planning.costs.lookup import fingerprint
-    from vllm_prefixshare.planning.costs.table import CostTable
-
     path = settings().cost_table
     if path is None:
         return "none named"
@@ -315,7 +307,7 @@ def cost_table(machine: Machine) -> str:
     if not machine.kernels:
         return f"{path}, which no layer would read"
     for shape, name in machine.kernels.items():
-        CostTable.load(path, fingerprint(shape, name))
+        CostTable.load(path, lookup.fingerprint(shape, name))
     return str(path)
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from vllm_prefixshare.cli.batches import Batch
 from vllm_prefixshare.cli.options import (
     DEFAULT_SHAPE,
+    MAX_BLOCK_SIZE,
     attention_of,
-    check_block_size,
     check_cache_argument,
     check_range,
     shape_option,
@@ -141,7 +141,7 @@ def estimated_model(args: argparse.Namespace) -> EstimatedModel:
     Raises:
         PrefixShareError: an option is out of range, or no layer would be served.
     """
-    check_block_size(args)
+    check_range(args, "block-size", None, MAX_BLOCK_SIZE)
     check_cache_argument(args)
     gpu = gpu_named(args.gpu)
     platform = gpu_of(gpu.capability)

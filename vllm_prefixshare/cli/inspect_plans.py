@@ -5,10 +5,12 @@ import json
 import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from vllm_prefixshare.cli import picture
+from vllm_prefixshare.cli.batches import Batch, read_batch, tree_batch
 from vllm_prefixshare.cli.options import (
     add_cache_argument,
     add_shape_arguments,
@@ -16,13 +18,11 @@ from vllm_prefixshare.cli.options import (
     check_range,
 )
 from vllm_prefixshare.cli.output import print_table, write_file
+from vllm_prefixshare.cli.planned import Layer, Planned, as_run, forest_of
 from vllm_prefixshare.config import MAX_TOKENS, MAX_WORKERS, AttentionConfig
 from vllm_prefixshare.core import Forest, IntArray, PrefixShareError
-
-if TYPE_CHECKING:
-    from vllm_prefixshare.cli.batches import Batch
-    from vllm_prefixshare.cli.planned import Layer, Planned
-    from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.planning.dividers.registry import DIVIDERS, get_divider
+from vllm_prefixshare.planning.plan import DecodePlan
 
 EXAMPLE = """\
 16 requests on one document of 1024 tokens, in 4 groups that share 256 more, with 64 of their own:
@@ -97,10 +97,10 @@ class Report:
     prices: where the prices of the other plans come from; None if they are those of the first.
     """
 
-    batch: "Batch"
+    batch: Batch
     forest: Forest
-    plans: list["Planned"]
-    unshared: "Planned"
+    plans: list[Planned]
+    unshared: Planned
     attention: AttentionConfig
     made_by: str
     prices: str | None = None
@@ -126,8 +126,6 @@ class Report:
 
 def run(args: argparse.Namespace) -> int:
     """Show the plan of a batch; the exit status is 0."""
-    from vllm_prefixshare.planning.dividers.registry import get_divider
-
     get_divider(args.divider or "flashforge")
     report = _report(args)
     files = _draw(args, report)
@@ -142,8 +140,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> Report:
     """Plan what is not recorded."""
-    from vllm_prefixshare.cli.planned import Layer, as_run, forest_of
-
     if args.file is None and args.step is not None:
         raise PrefixShareError("--step is a line of a FILE: name one, or leave it out.")
     if args.file is not None and args.block_size is not None:
@@ -174,20 +170,16 @@ def _report(args: argparse.Namespace) -> Report:
     return Report(batch, forest, plans, ran, engine.attention, made_by, prices)
 
 
-def _priced(layer: "Layer") -> str:
+def _priced(layer: Layer) -> str:
     return f"priced by the {layer.cost_source}"
 
 
 def _others(*shown: str) -> list[str]:
     """The dividers but those shown."""
-    from vllm_prefixshare.planning.dividers.registry import DIVIDERS
-
     return [name for name in DIVIDERS if name not in shown]
 
 
-def _batch(args: argparse.Namespace) -> "Batch":
-    from vllm_prefixshare.cli.batches import read_batch, tree_batch
-
+def _batch(args: argparse.Namespace) -> Batch:
     if args.file is None:
         size = attention_of(args).block_size
         return tree_batch(TREE if args.tree is None else args.tree, size)
@@ -206,10 +198,8 @@ def _refuse_other_engines(args: argparse.Namespace) -> None:
         )
 
 
-def _layer(args: argparse.Namespace, block_size: int) -> "Layer":
+def _layer(args: argparse.Namespace, block_size: int) -> Layer:
     """The layer that the options describe."""
-    from vllm_prefixshare.cli.planned import Layer
-
     check_range(args, "workers", 1, MAX_WORKERS)
     check_range(args, "tile-rows", 1, MAX_TOKENS)
     attention = replace(attention_of(args), block_size=block_size)
@@ -228,12 +218,10 @@ def _draw(args: argparse.Namespace, report: Report) -> list[Path]:
     files: dict[str, Path] = {kind: vars(args)[kind] for kind in PICTURES if vars(args)[kind]}
     if not files:
         return []
-    from vllm_prefixshare.cli.picture import DARK, LIGHT, encoded, picture
-
     made = report.plans[0].made
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters of a name that the font has not
-        figure = picture(
+        figure = picture.picture(
             f"Prefix forest of {report.batch.name}",
             f"{_requests(report.forest)}, {made.kv_tokens:,} KV tokens one by one, "
             f"{made.kv_tokens_read:,} as planned ({report.plans[0].share_factor:.2f} times less)",
@@ -241,10 +229,10 @@ def _draw(args: argparse.Namespace, report: Report) -> list[Path]:
             report.forest,
             made.plan,
             report.batch.seq_lens,
-            DARK if args.dark else LIGHT,
+            picture.DARK if args.dark else picture.LIGHT,
         )
         for kind, path in files.items():
-            write_file(path, encoded(figure, kind))
+            write_file(path, picture.encoded(figure, kind))
     return list(files.values())
 
 
@@ -280,7 +268,7 @@ def _as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _row(planned: "Planned") -> dict[str, Any]:
+def _row(planned: Planned) -> dict[str, Any]:
     plan = planned.made.plan
     loads = plan.worker_us
     return {
@@ -298,10 +286,8 @@ def _row(planned: "Planned") -> dict[str, Any]:
     }
 
 
-def _workers(forest: Forest, plan: "DecodePlan") -> list[list[dict[str, Any]]]:
+def _workers(forest: Forest, plan: DecodePlan) -> list[list[dict[str, Any]]]:
     """The work tiles of each worker; node -1 is what a request reads alone."""
-    from vllm_prefixshare.cli.picture import schedule
-
     return [
         [
             {
@@ -311,7 +297,7 @@ def _workers(forest: Forest, plan: "DecodePlan") -> list[list[dict[str, Any]]]:
             }
             for tile in tiles
         ]
-        for tiles in schedule(forest, plan)
+        for tiles in picture.schedule(forest, plan)
     ]
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from vllm_prefixshare.cli.memory import check_room
 from vllm_prefixshare.cli.options import (
@@ -17,9 +17,9 @@ from vllm_prefixshare.cli.output import print_table
 from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-
-if TYPE_CHECKING:
-    from vllm_prefixshare.planning.costs.table import CostTable, Grid
+from vllm_prefixshare.planning.costs.lookup import cache_folder, has_gpu
+from vllm_prefixshare.planning.costs.table import CostTable, Grid
+from vllm_prefixshare.vllm_plugin import compat
 
 EXAMPLE = """\
 The cost table for a model's shape, kept where the backend finds it:
@@ -52,8 +52,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print and store a table; the exit status is 0."""
     attention = attention_of(args, BLOCK_SIZE, MLA_REASON)
-    from vllm_prefixshare.planning.costs.lookup import cache_folder, has_gpu
-
     on_gpu = args.device == "cuda" or (args.device == "auto" and has_gpu())
     table = _profile_gpu(attention, args.kernel) if on_gpu else _profile_cpu(attention)
     path = args.out or cache_folder()
@@ -67,14 +65,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _profile_cpu(attention: AttentionConfig) -> "CostTable":
+def _profile_cpu(attention: AttentionConfig) -> CostTable:
     if attention.kv_dtype is not None:
         raise PrefixShareError(
             "layers with an fp8 KV cache keep vLLM's own backend on a CPU, which reads no cost "
             f"table: name --kv-cache-dtype {attention.dtype}, or --device cuda on a GPU."
         )
-    from vllm_prefixshare.vllm_plugin import compat
-
     compat.check_release(on_cpu=True)
     from vllm_prefixshare.profiling.cpu_table import ALONE, STEPS, TOKENS, measure_cpu
     from vllm_prefixshare.vllm_plugin.backends.cpu.timing import check_shape, cpu_attn_timer
@@ -88,8 +84,7 @@ def _profile_cpu(attention: AttentionConfig) -> "CostTable":
 
 def _profile_gpu(
     attention: AttentionConfig, kernel: Literal["auto", "hopper", "portable"]
-) -> "CostTable":
-    from vllm_prefixshare.planning.costs.lookup import has_gpu
+) -> CostTable:
     from vllm_prefixshare.profiling.gpu_table import STEPS, measure_gpu
 
     if not has_gpu():
@@ -109,7 +104,7 @@ def _profile_gpu(
         )
 
 
-def _print(table: "CostTable", path: Path) -> None:
+def _print(table: CostTable, path: Path) -> None:
     print("microseconds of a tile: query rows of a KV head (down) x KV tokens (across)")
     _print_grid(table.tile_us, table.unshared_us)
     if table.tile_l2_us is not None:
@@ -119,7 +114,7 @@ def _print(table: "CostTable", path: Path) -> None:
     print(f"wrote {path}")
 
 
-def _print_grid(grid: "Grid", alone: "Grid | None" = None) -> None:
+def _print_grid(grid: Grid, alone: Grid | None = None) -> None:
     """Print a table of microseconds, with a row for a single request, if there is one."""
     rows = [("", *(f"{n:.0f}" for n in grid.kv_len))]
     for count, line in zip(grid.rows, grid.microseconds, strict=True):

@@ -82,13 +82,18 @@ def add_device_argument(command: argparse.ArgumentParser) -> None:
     )
 
 
-def check_range(args: argparse.Namespace, option: str, low: int, high: int) -> None:
-    """Raise ``PrefixShareError`` if the number of an option is not from ``low`` to ``high``; it may
-    be left out.
+def check_range(args: argparse.Namespace, option: str, low: int | None, high: int) -> None:
+    """Raise ``PrefixShareError`` if the number of an option is below ``low`` or above ``high``.
+
+    Args:
+        option: without dashes; it may be left out.
+        low: None if the lower limit is checked elsewhere.
     """
     value = getattr(args, option.replace("-", "_"))
-    if value is not None and not low <= value <= high:
-        raise PrefixShareError(f"--{option} must be from {low} to {high}, got {value}.")
+    if value is None or ((low is None or low <= value) and value <= high):
+        return
+    limits = f"at most {high}" if low is None else f"from {low} to {high}"
+    raise PrefixShareError(f"--{option} must be {limits}, got {value}.")
 
 
 def check_cache_argument(args: argparse.Namespace) -> None:
@@ -96,14 +101,6 @@ def check_cache_argument(args: argparse.Namespace) -> None:
     if args.kv_cache_dtype not in CACHE_DTYPES:
         raise PrefixShareError(
             f"--kv-cache-dtype must be one of {', '.join(CACHE_DTYPES)}, got {args.kv_cache_dtype}."
-        )
-
-
-def check_block_size(args: argparse.Namespace) -> None:
-    """Raise ``PrefixShareError`` if blocks are larger than any model's."""
-    if args.block_size is not None and args.block_size > MAX_BLOCK_SIZE:
-        raise PrefixShareError(
-            f"--block-size must be at most {MAX_BLOCK_SIZE}, got {args.block_size}."
         )
 
 
@@ -121,14 +118,13 @@ def attention_of(
         PrefixShareError: a number is out of range, the model cannot be read or has MLA, or no
             layer with such a cache would be served.
     """
-    check_block_size(args)
+    check_range(args, "block-size", None, MAX_BLOCK_SIZE)
     if args.block_size is not None:
         block_size = args.block_size
     cache: str = getattr(args, "kv_cache_dtype", "auto")
     if args.model is None:
+        check_range(args, "num-qo-heads", None, MAX_HEADS)
         heads = shape_option(args, "num_qo_heads")
-        if heads > MAX_HEADS:
-            raise PrefixShareError(f"--num-qo-heads must be at most {MAX_HEADS}, got {heads}.")
         shape = heads, shape_option(args, "num_kv_heads"), shape_option(args, "head_dim")
     else:
         layer = _attention_layer(args.model, mla_reason)

@@ -10,8 +10,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from base64 import urlsafe_b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
+from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 
 import vllm_prefixshare
@@ -88,8 +92,6 @@ def find_tree(checkout: Path | None) -> "Tree":
         # the functions of pathlib raise for an unknown user and for what cannot be looked up
         root = Path(os.path.realpath(os.path.expanduser(checkout)))
     else:
-        from importlib.util import find_spec
-
         spec = find_spec("vllm")
         if spec is None or not spec.submodule_search_locations:
             raise PrefixShareError("vLLM is not installed here: name a checkout with --checkout.")
@@ -188,10 +190,6 @@ class Tree:
             if done.returncode != 0:
                 raise PrefixShareError(f"git cannot read {self.root}: {done.stderr.strip()}.")
             return done.stdout[3:].partition("\n")[0]
-        from base64 import urlsafe_b64encode
-        from hashlib import sha256
-        from importlib.metadata import distributions
-
         ours = set(self.files)
         for distribution in distributions(path=[str(self.root)]):
             if not (distribution.name or "").startswith("vllm"):

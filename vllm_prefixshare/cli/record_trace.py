@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.vllm_plugin.observability.tracing import FIRST_BYTES, FIRST_LINE
 
 EXAMPLE = """\
 Record a server until it is stopped by Ctrl-C, then look at the plan of its largest batch:
@@ -93,8 +94,6 @@ def _empty(path: Path) -> None:
         OSError: it cannot be read and written.
         PrefixShareError: it has something else in it, which is left alone.
     """
-    from vllm_prefixshare.vllm_plugin.observability.tracing import FIRST_BYTES, FIRST_LINE
-
     with path.open("a+b") as file:
         file.seek(0)
         start = file.read(FIRST_BYTES)
