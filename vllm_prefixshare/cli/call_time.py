@@ -1,8 +1,7 @@
 """Estimates of a whole call: host work on the prompts, prefill and decode."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,63 +16,48 @@ SIDES = ("vllm", "parts_off", "parts_on")
 PER_TEXT = ("tokenization", "hashes")
 
 
-@dataclass(frozen=True, slots=True)
-class CallCosts:
-    """What a call costs next to attention.
+#: Part of the host work -> microseconds per prompt token in vLLM's own code, and the same where the
+#: part is active and the token is known. Of a request with 34,400 prompt tokens, in milliseconds:
+#: tokenization 87.5 (64 to 111) and 0.3, detokenization 20 and 0.01, hashes 3.9 and 0.17, look-up
+#: 1.58 and 0.33, copies 2.58 and 0.51.
+NEW_US = {
+    "tokenization": 2.54,
+    "detokenization": 0.58,
+    "hashes": 0.113,
+    "lookup": 0.046,
+    "copies": 0.075,
+}
+SHARED_US = {
+    "tokenization": 0.0087,
+    "detokenization": 0.0003,
+    "hashes": 0.005,
+    "lookup": 0.0096,
+    "copies": 0.0148,
+}
+SOURCE = "host work of 34k-token prompts on one CPU, vLLM 0.33, HF tokenizers"
+#: Of the GPU's dense bfloat16 arithmetic, and of its memory bandwidth in a decode step: on an H100
+#: a document of 34,400 tokens takes an 8B model 1.14 s, and a step of 64 requests 9.4 ms.
+PREFILL_EFFICIENCY, WEIGHTS_EFFICIENCY = 0.75, 0.8
 
-    new_us: part of the host work -> microseconds per prompt token in vLLM's own code.
-    shared_us: the same where the part is active and the token is known.
-    prefill_efficiency: of the GPU's dense bfloat16 arithmetic.
-    weights_efficiency: of the GPU's memory bandwidth, in a decode step.
-    source: where this was measured.
-    """
 
-    new_us: Mapping[str, float]
-    shared_us: Mapping[str, float]
-    prefill_efficiency: float
-    weights_efficiency: float
+class HostCosts(NamedTuple):
+    """Microseconds per prompt token of each part in vLLM's own code, and where they come from."""
+
+    us: dict[str, float]
     source: str
 
-    def with_new_us(self, changes: Mapping[str, float]) -> "CallCosts":
-        """These costs with other microseconds per prompt token for some parts."""
-        if not changes:
-            return self
-        source = f"{', '.join(changes)} as given, the rest {self.source}"
-        return replace(self, new_us={**self.new_us, **changes}, source=source)
 
+def host_costs(changes: str) -> HostCosts:
+    """The measured costs, but for the parts in ``changes``.
 
-#: Of a request with 34,400 prompt tokens, in milliseconds: tokenization 87.5 (64 to 111) and 0.3,
-#: detokenization 20 and 0.01, hashes 3.9 and 0.17, look-up 1.58 and 0.33, copies 2.58 and 0.51.
-#: On an H100 such a document takes an 8B model 1.14 s, and a decode step of 64 requests 9.4 ms.
-MEASURED = CallCosts(
-    {
-        "tokenization": 2.54,
-        "detokenization": 0.58,
-        "hashes": 0.113,
-        "lookup": 0.046,
-        "copies": 0.075,
-    },
-    {
-        "tokenization": 0.0087,
-        "detokenization": 0.0003,
-        "hashes": 0.005,
-        "lookup": 0.0096,
-        "copies": 0.0148,
-    },
-    prefill_efficiency=0.75,
-    weights_efficiency=0.8,
-    source="host work of 34k-token prompts on one CPU, vLLM 0.33, HF tokenizers",
-)
-
-
-def parse_costs(text: str) -> dict[str, float]:
-    """Microseconds per prompt token from ``part=number,...``.
+    Args:
+        changes: ``part=microseconds,...``.
 
     Raises:
         PrefixShareError: another part, or not a number of 0 or more.
     """
     found = {}
-    for item in filter(None, text.split(",")):
+    for item in filter(None, changes.split(",")):
         part, _, number = item.partition("=")
         try:
             value = float(number)
@@ -85,7 +69,8 @@ def parse_costs(text: str) -> dict[str, float]:
                 f"{', '.join(PROMPT_PARTS)}."
             )
         found[part] = value
-    return found
+    source = f"{', '.join(found)} as given, the rest {SOURCE}" if found else SOURCE
+    return HostCosts(NEW_US | found, source)
 
 
 def call_times(
@@ -93,7 +78,7 @@ def call_times(
     output_tokens: int,
     attention_us: tuple[float, float],
     model: EstimatedModel,
-    costs: CallCosts = MEASURED,
+    host_us: dict[str, float] = NEW_US,
 ) -> dict[str, FloatArray]:
     """Where the time of a group goes, one thing after the other: milliseconds of ``SIDES``.
 
@@ -101,22 +86,23 @@ def call_times(
         output_tokens: steps, in each of which all requests decode.
         attention_us: of all layers in a decode step, without and with sharing.
         model: if it has no weights, only host work is estimated.
+        host_us: see ``HostCosts``.
     """
     times = {}
     for part in PROMPT_PARTS:
-        off = group.prompt_tokens * costs.new_us[part] / 1e3
+        off = group.prompt_tokens * host_us[part] / 1e3
         new = group.new_tokens if part in PER_TEXT else 0
         known = group.prompt_tokens - new
-        on = (known * costs.shared_us[part] + new * costs.new_us[part]) / 1e3
+        on = (known * SHARED_US[part] + new * host_us[part]) / 1e3
         times[part] = np.array([off, off, min(on, off)])
     if num_bytes := model.num_bytes:
-        arithmetic = model.gpu.tflops * 1e6 * costs.prefill_efficiency  # operations per microsecond
+        arithmetic = model.gpu.tflops * 1e6 * PREFILL_EFFICIENCY  # operations per microsecond
         # two operations for each weight of two bytes
         flops = group.new_tokens * num_bytes + group.attended * model.attention_flops
         times["prefill"] = np.full(3, flops / arithmetic / 1e3)
         # a step reads the weights once, and multiplies them with a row of each request
         weights_us = max(
-            num_bytes / (model.gpu.gb_per_s * 1e3 * costs.weights_efficiency),
+            num_bytes / (model.gpu.gb_per_s * 1e3 * WEIGHTS_EFFICIENCY),
             num_bytes * len(group.batch.seq_lens) / arithmetic,
         )
         unshared_us, shared_us = attention_us

@@ -191,21 +191,21 @@ def _try(name: str, check: Callable[[Machine], str], machine: Machine) -> Result
     try:
         ok, says = True, check(machine)
     except Exception as e:  # a GPU that is full or lost, a helper that was killed
-        ok, says = False, str(_as_sentence(e))
+        ok, says = False, _as_sentence(e)
     return Result(name, ok, says, round(time.perf_counter() - began, 2))
 
 
-def _as_sentence(error: Exception) -> PrefixShareError:
+def _as_sentence(error: Exception) -> str:
     if isinstance(error, PrefixShareError):
-        return error
+        return str(error)
     if isinstance(error, ImportError):
-        return PrefixShareError(f"{error}: install what is missing, or reinstall vLLM.")
+        return f"{error}: install what is missing, or reinstall vLLM."
     if isinstance(error, UnicodeDecodeError) and error.encoding != "utf-8":
-        return PrefixShareError(
+        return (
             f"the locale is not UTF-8 ({_first_line(error)}): set PYTHONUTF8=1, as PyTorch and "
             "vLLM read their files in UTF-8."
         )
-    return PrefixShareError(
+    return (
         f"the check ended with {type(error).__name__} ({_first_line(error)}): free memory on this "
         "GPU and machine if it is full, else report it."
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vllm_prefixshare.cli.batches import MAX_REQUESTS, Batch, read_batches
-from vllm_prefixshare.cli.call_time import MEASURED, SIDES, CallCosts, call_times, parse_costs
+from vllm_prefixshare.cli.call_time import SIDES, HostCosts, call_times, host_costs
 from vllm_prefixshare.cli.decode_groups import DecodeGroup, decode_groups
 from vllm_prefixshare.cli.estimate_report import print_report
 from vllm_prefixshare.cli.estimated_model import (
@@ -85,12 +85,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 class Totals:
     """Sums over the groups of one batch size and order of the requests.
 
+    output_tokens: that each request generates.
     unshared_us, shared_us: attention of all layers in one decode step of each group.
     times: part of the whole call -> milliseconds of ``SIDES``.
     kv_tokens, kv_tokens_read: of the mean layer in one decode step of each group.
     kv_bytes: of the largest group, on one GPU.
     """
 
+    model: EstimatedModel
+    output_tokens: int
+    costs: HostCosts
     requests: int = 0
     batches: int = 0
     kv_tokens: int = 0
@@ -101,10 +105,9 @@ class Totals:
     kv_bytes: float = 0.0
     is_limited: bool = False
 
-    def add(
-        self, group: DecodeGroup, model: EstimatedModel, output_tokens: int, costs: CallCosts
-    ) -> None:
+    def add(self, group: DecodeGroup) -> None:
         """Add the estimate of a group."""
+        model = self.model
         read = 0
         unshared_us = shared_us = 0.0
         for attention, layer in model.planning.items():
@@ -113,7 +116,8 @@ class Totals:
             read += count * planned.made.kv_tokens_read
             unshared_us += count * planned.unshared_us
             shared_us += count * planned.attention_us
-        found = call_times(group, output_tokens, (unshared_us, shared_us), model, costs)
+        attention_us = unshared_us, shared_us
+        found = call_times(group, self.output_tokens, attention_us, model, self.costs.us)
         self.requests += len(group.batch.seq_lens)
         self.batches += 1
         self.kv_tokens += int(group.batch.seq_lens.sum())
@@ -132,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     check_range(args, "samples", 1, MAX_SAMPLES)
     check_range(args, "limit", 1, 1 << 30)
     check_range(args, "price", 0, 1_000_000)
-    costs = MEASURED.with_new_us(parse_costs(args.host_costs))
+    costs = host_costs(args.host_costs)
     source = Source(args.file, args.format, args.column)
     model = estimated_model(args)
     with open_source(source) as file:
@@ -196,7 +200,7 @@ def _recorded(source: Source, file: BinaryIO) -> list[Batch] | None:
 
 
 def _estimate_trace(
-    args: argparse.Namespace, batches: list[Batch], costs: CallCosts
+    args: argparse.Namespace, batches: list[Batch], costs: HostCosts
 ) -> dict[str, Any]:
     """The estimate of recorded batches, of which only decode is known."""
     args.block_size = args.block_size or batches[0].block_size
@@ -206,16 +210,16 @@ def _estimate_trace(
         )
     _take_recorded_shape(args, batches)
     model = estimated_model(args)
-    totals = Totals()
+    totals = Totals(model, args.output_tokens, costs)
     too_long = 0
     for batch in batches:
         group = DecodeGroup(batch, model.memory.batch_bytes(batch))
         too_long += group.kv_bytes > model.memory.kv_room
-        totals.add(group, model, args.output_tokens, costs)
+        totals.add(group)
     kept = ("decode", "sum") if model.num_bytes else ()
     totals.times = {part: totals.times[part] for part in kept}
-    row = _row(args, model, max(len(b.seq_lens) for b in batches), "as recorded", totals)
-    found = _report(args, model, [row], "recorded batches", too_long, costs)
+    row = _row(totals, max(len(b.seq_lens) for b in batches), "as recorded", args.price)
+    found = _report(args, totals, [row], "recorded batches", too_long)
     # a request is in several batches, and a trace does not name it
     return found | {"requests": None, "arrivals": None, "prefix_cache": None}
 
@@ -254,7 +258,7 @@ def _estimate_prompts(
     source: Source,
     file: BinaryIO,
     sizes: list[int],
-    costs: CallCosts,
+    costs: HostCosts,
 ) -> dict[str, Any]:
     tokenizer = _tokenizer(args)
     blocks = PrefixBlocks(model.block_size)
@@ -266,11 +270,11 @@ def _estimate_prompts(
     def totals(size: int, order: str, progress: Progress) -> Totals:
         key = min(size, len(prompts)), order
         if key not in known:
-            found = known[key] = Totals()
+            found = known[key] = Totals(model, args.output_tokens, costs)
             for group in decode_groups(
                 orders[order], blocks, size, args.output_tokens, model.memory
             ):
-                found.add(group, model, args.output_tokens, costs)
+                found.add(group)
                 progress.step(len(group.batch.seq_lens))
         return known[key]
 
@@ -296,9 +300,10 @@ def _estimate_prompts(
         for size in sizes:
             for name in orders:
                 if size < len(prompts) or name == "as ordered":
-                    rows.append(_row(args, model, size, name, totals(size, name, progress)))
-    too_long = len(prompts) - totals(sizes[0], "as ordered", progress).requests
-    return _report(args, model, rows, tokenizer.description, too_long, costs) | {
+                    rows.append(_row(totals(size, name, progress), size, name, args.price))
+    first = totals(sizes[0], "as ordered", progress)
+    too_long = len(prompts) - first.requests
+    return _report(args, first, rows, tokenizer.description, too_long) | {
         "requests": len(prompts),
         "arrivals": times,
         "prefix_cache": _prefix_cache(blocks, tokenizer),
@@ -340,9 +345,7 @@ def _read(
     return times if len(times) == len(arrivals) else []
 
 
-def _row(
-    args: argparse.Namespace, model: EstimatedModel, size: int, order: str, totals: Totals
-) -> dict[str, Any]:
+def _row(totals: Totals, size: int, order: str, price: float | None) -> dict[str, Any]:
     """One batch size and order; tokens, microseconds and call_ms are the mean of the batches."""
     row: dict[str, Any] = {
         "batch": size,
@@ -363,18 +366,18 @@ def _row(
         "attention_gain": round(totals.unshared_us / totals.shared_us, 3),
         "call_ms": {part: _sides(times / batches, 2) for part, times in totals.times.items()},
     }
-    if "decode" in totals.times and args.output_tokens:
+    if "decode" in totals.times and totals.output_tokens:
         seconds = totals.times["sum"] / 1e3
-        hours = seconds * (model.num_gpus / 3600)
-        decode = totals.times["decode"] / (batches * args.output_tokens)
+        hours = seconds * (totals.model.num_gpus / 3600)
+        decode = totals.times["decode"] / (batches * totals.output_tokens)
         row |= {
             "seconds": _sides(seconds, 3),
             "ms_per_token": _sides(decode, 3),
-            "tokens_per_second": _sides(totals.requests * args.output_tokens / seconds, 1),
+            "tokens_per_second": _sides(totals.requests * totals.output_tokens / seconds, 1),
             "gpu_hours": _sides(hours, 6),
         }
-        if args.price is not None:
-            row["price"] = _sides(hours * args.price, 4)
+        if price is not None:
+            row["price"] = _sides(hours * price, 4)
     return row
 
 
@@ -384,16 +387,21 @@ def _sides(values: FloatArray, digits: int) -> dict[str, float]:
 
 def _report(
     args: argparse.Namespace,
-    model: EstimatedModel,
+    totals: Totals,
     rows: list[dict[str, Any]],
     tokens: str,
     too_long: int,
-    costs: CallCosts,
 ) -> dict[str, Any]:
-    """All that is found. The fields of the best row are repeated at the top."""
+    """All that is found. The fields of the best row are repeated at the top.
+
+    Args:
+        totals: of any of the rows.
+        tokens: what counts as a token.
+        too_long: number of requests or batches that memory cannot hold.
+    """
     asked = [row for row in rows if row["order"] != "sorted by prefix"]
     best = max(asked, key=lambda row: row.get("tokens_per_second", {}).get("parts_on", 0.0))
-    memory = model.memory
+    model, memory = totals.model, totals.model.memory
     return {
         "file": str(args.file),
         "tokens": tokens,
@@ -402,7 +410,7 @@ def _report(
         "num_gpus": model.num_gpus,
         "output_tokens": args.output_tokens,
         "cost": model.cost_source,
-        "host_cost": costs.source,
+        "host_cost": totals.costs.source,
         "layers": model.layers.total(),
         "layers_left_out": dict(model.left_out),
         "special_weights": model.special_weights,

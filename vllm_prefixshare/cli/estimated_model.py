@@ -261,10 +261,8 @@ def _bytes_per_token(kind: LayerKind) -> float:
     cache = kind.kv_cache_dtype or "auto"
     if cache == "auto":
         cache = kind.dtype or "bfloat16"
-    if cache in ("bfloat16", "float16", "float32"):
-        item = 4.0 if cache == "float32" else 2.0
-    else:
-        item = 1.0 if "8" in cache else 0.5
+    narrow = 1.0 if "8" in cache else 0.5
+    item = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}.get(cache, narrow)
     return kind.count * numbers * item
 
 

@@ -14,7 +14,7 @@ from examples.embedded_model import embedded_model_path
 from tests.support.cli_runs import run
 from tests.support.decode_groups import one_group
 from vllm_prefixshare.cli.batches import Batch, tree_batch
-from vllm_prefixshare.cli.call_time import MEASURED, call_times
+from vllm_prefixshare.cli.call_time import NEW_US, SHARED_US, SOURCE, call_times
 from vllm_prefixshare.cli.decode_groups import DecodeGroup
 from vllm_prefixshare.cli.estimated_model import EstimatedModel, estimated_model, weight_bytes
 from vllm_prefixshare.cli.main import main, parser
@@ -375,10 +375,10 @@ def test_only_new_text_is_tokenized_and_hashed_again():
     group = group._replace(prompt_tokens=1000, new_tokens=100, attended=100_000)
     attention_us = 50.0, 5.0
     known = call_times(group, 10, attention_us, llama("--num-layers", "1"))
-    assert list(known) == [*MEASURED.new_us, "sum"], "no weights, no prefill and decode"
-    half = 900 * MEASURED.shared_us["hashes"] + 100 * MEASURED.new_us["hashes"]
+    assert list(known) == [*NEW_US, "sum"], "no weights, no prefill and decode"
+    half = 900 * SHARED_US["hashes"] + 100 * NEW_US["hashes"]
     assert known["hashes"][2] == pytest.approx(half / 1e3)
-    assert known["lookup"][2] == pytest.approx(MEASURED.shared_us["lookup"])
+    assert known["lookup"][2] == pytest.approx(SHARED_US["lookup"])
     nothing = call_times(group._replace(new_tokens=1000), 10, attention_us, llama())
     _, parts_off, parts_on = nothing["tokenization"]
     assert parts_on == parts_off
@@ -408,7 +408,7 @@ def test_the_table_says_where_the_time_goes(tmp_path, capsys):
     assert "\nprefill " in said and "\ndecode " in said and "--weights-gb" not in said
     assert ["tokenization", "2.0", "2.0", "0.5"] in cells(said)
     assert ["copies", "0.0", "0.0", "0.0"] in cells(said)
-    assert said.endswith(f"\nfrom tokenization, copies as given, the rest {MEASURED.source}\n")
+    assert said.endswith(f"\nfrom tokenization, copies as given, the rest {SOURCE}\n")
 
 
 @pytest.mark.parametrize(
