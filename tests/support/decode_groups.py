@@ -8,6 +8,6 @@ from vllm_prefixshare.cli.prefixes import PrefixBlocks
 def one_group(blocks: PrefixBlocks, generated: int = 0) -> DecodeGroup:
     """All prompts, each with ``generated`` tokens next to the one to be computed."""
     prompts = blocks.prompts
-    memory = GpuMemory(float("inf"), 0.0, [])
+    memory = GpuMemory(float("inf"), 0, [])
     (group,) = decode_groups(prompts, blocks, len(prompts), 2 * generated, memory)
     return group

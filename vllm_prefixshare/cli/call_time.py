@@ -95,7 +95,7 @@ def call_times(
         known = group.prompt_tokens - new
         on = (known * SHARED_US[part] + new * host_us[part]) / 1e3
         times[part] = np.array([off, off, min(on, off)])
-    if num_bytes := model.num_bytes:
+    if num_bytes := model.memory.weights:
         arithmetic = model.gpu.tflops * 1e6 * PREFILL_EFFICIENCY  # operations per microsecond
         # two operations for each weight of two bytes
         flops = group.new_tokens * num_bytes + group.attended * model.attention_flops

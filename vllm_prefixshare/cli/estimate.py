@@ -216,7 +216,7 @@ def _estimate_trace(
         group = DecodeGroup(batch, model.memory.batch_bytes(batch))
         too_long += group.kv_bytes > model.memory.kv_room
         totals.add(group)
-    kept = ("decode", "sum") if model.num_bytes else ()
+    kept = ("decode", "sum") if model.memory.weights else ()
     totals.times = {part: totals.times[part] for part in kept}
     row = _row(totals, max(len(b.seq_lens) for b in batches), "as recorded", args.price)
     found = _report(args, totals, [row], "recorded batches", too_long)
@@ -281,7 +281,7 @@ def _estimate_prompts(
     times = None
     if not sizes:
         sizes = [DEFAULT_BATCH]
-        if arrivals and model.num_bytes:
+        if arrivals and model.memory.weights:
             with Progress(len(prompts) * 8) as progress:
                 sizes = [
                     concurrency(

@@ -52,11 +52,12 @@ class GpuMemory:
     """Memory of one GPU for weights and KV cache, in bytes.
 
     total: what vLLM takes of the GPU.
+    weights: 16 bits each; 0 if unknown.
     kinds: layers with a KV cache, with the KV heads that the GPU has.
     """
 
     total: float
-    weights: float
+    weights: int
     kinds: list[LayerKind]
 
     @property
@@ -94,7 +95,6 @@ class EstimatedModel:
     name: of the model; None for a shape that was given by numbers.
     layers: number of layers of each shape, with the heads of one GPU, whose attention is estimated.
     left_out: number of other layers with attention, by the reason.
-    num_bytes: of the weights on one GPU, 16 bits each; 0 if unknown.
     special_weights: what makes them other than dense ones of 16 bits, which is not counted.
     """
 
@@ -104,7 +104,6 @@ class EstimatedModel:
     layers: Counter[AttentionConfig]
     left_out: Counter[str]
     planning: dict[AttentionConfig, Layer]
-    num_bytes: int
     memory: GpuMemory
     special_weights: list[str]
 
@@ -174,7 +173,6 @@ def estimated_model(args: argparse.Namespace) -> EstimatedModel:
         layers,
         left_out,
         {attention: Layer.on(args.gpu, attention) for attention in layers},
-        num_bytes,
         GpuMemory(gpu.memory_gb * 1e9 * UTILIZATION, num_bytes, kinds),
         [] if args.model is None else special_weights(args.model),
     )
