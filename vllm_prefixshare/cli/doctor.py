@@ -28,6 +28,7 @@ from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning.costs import lookup
 from vllm_prefixshare.planning.costs.table import CostTable
 from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES, settings
+from vllm_prefixshare.utils.garbage import collection_paused
 from vllm_prefixshare.vllm_plugin import compat
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
 from vllm_prefixshare.vllm_plugin.observability import metrics, tracing
@@ -114,13 +115,8 @@ class Result:
 
 def run(args: argparse.Namespace) -> int:
     """Run every check and print the report; 0 if PREFIX_SHARE can be chosen here, else 1."""
-    collected = gc.isenabled()
-    gc.disable()  # importing vLLM leaves no garbage, and looking for it takes a fifth of the time
-    try:
+    with collection_paused():  # importing vLLM leaves no garbage; looking for it takes a fifth
         return _run(args)
-    finally:
-        if collected:
-            gc.enable()
 
 
 def _run(args: argparse.Namespace) -> int:
