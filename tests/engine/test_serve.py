@@ -164,9 +164,9 @@ def test_every_query_of_the_dashboard_finds_its_metrics_and_labels(server):
 
 def test_a_crowd_of_clients_gets_its_answers_or_a_refusal(running):
     """A run of ``benchmarks.quality.soak server``, which defines the requests and the valid
-    answers: of two minutes in CI, a short one elsewhere.
+    answers: of a minute in CI, a short one elsewhere.
     """
-    amount = {"seconds": 120.0} if "CI" in os.environ else {"requests": 60}
+    amount = {"seconds": 60.0} if "CI" in os.environ else {"requests": 60}
     report = asyncio.run(load(running).run(6, running[1].pid, **amount))
     assert report.wrong == []
     assert server_faults(report, None) == []
