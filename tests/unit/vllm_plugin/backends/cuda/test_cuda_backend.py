@@ -41,6 +41,7 @@ from tests.support.paged_batches import PagedBatch, relative_error
 from tests.support.variables import set_variables
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli import doctor
+from vllm_prefixshare.cli.served import in_engine
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.cache_write import CacheWrite
 from vllm_prefixshare.kernels.extras import LayerExtras
@@ -769,8 +770,8 @@ def doctor_says(window: int, hybrid: bool = False, drafts: int = 0) -> str | Non
     }
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        kinds = layer_kinds(Path(folder))
-    machine = doctor.Machine(kinds, drafts=drafts, on_cpu=False)
+        kinds = in_engine(layer_kinds(Path(folder)), "auto", gpus=1, drafts=drafts)
+    machine = doctor.Machine(kinds, query_len=1 + drafts, on_cpu=False)
     doctor.layers(machine)
     return machine.served[0]["falls_back"]
 
