@@ -307,8 +307,8 @@ def peers_table() -> str:
     how = (
         f"Geometric mean and range over {len(result['cells'])} cells, prefix trees by numbers of "
         f"heads, on one {result['gpu']}; above 1 PREFIX_SHARE is faster. A peer is left out where "
-        "it cannot run a cell; SGLang's kernels do not fit onto the GPU machine, which has no "
-        "network. [Every cell and the command](benchmarks/published/kernel.md)."
+        "it cannot run a cell; SGLang's kernels could not be installed there. "
+        "[Every cell and the command](benchmarks/published/kernel.md)."
     )
     lines = table(" | shares | time of one attention layer over ours", rows)
     return "\n".join([*lines, "", how])
