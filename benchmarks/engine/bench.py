@@ -63,6 +63,7 @@ from benchmarks.support.results import resumed, versions, write
 from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import (
     PREFIX_SHARE,
+    RUNNERS,
     STOCK,
     Batch,
     Divergence,
@@ -368,7 +369,7 @@ def start(
     # both engines have the runner that the baseline needs
     environment = BASELINES[args.baseline].environment()
     if args.runner:
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if args.runner == "v2" else "0"
+        environment |= RUNNERS[args.runner.upper()]
     if args.batch_invariant:
         environment["VLLM_BATCH_INVARIANT"] = "1"
     used: dict[str, float] = {}

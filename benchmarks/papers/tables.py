@@ -87,7 +87,7 @@ def losses_table() -> str:
 
 
 def losses(points: Results) -> dict[str, list[tuple[float, str]]]:
-    """For each point with a time of the default: its time over those of the ways that are ahead."""
+    """For each point at which the default is timed: its time over each way that is ahead."""
     found = {}
     for name, f in points.items():
         right = {t: p["ms"] for t, p in f.get("peers", {}).items() if p["status"] == "ok"}

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from tests.support.engine import RUNNERS
+
 #: the first vLLM without cascade attention
 WITHOUT_CASCADE = (0, 32)
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Baseline:
 
     def environment(self) -> dict[str, str]:
         """Environment variables of its engine: only the V1 runner has cascade attention."""
-        return {RUNNER: "0"} if self.cascade else {}
+        return dict(RUNNERS["V1"]) if self.cascade else {}
 
     def unavailable(self) -> str | None:
         """Why the installed vLLM does not have it, or None if it does."""

@@ -43,7 +43,7 @@ def resumed(path: Path | None, result: dict[str, object], rows: str) -> list[dic
 
     Args:
         path: its file.
-        result: this run's, whose command, GPU and versions must be those of the file.
+        result: this run's, whose command, GPU and versions must equal the file's.
         rows: key of the list of rows.
 
     Raises:
@@ -58,9 +58,9 @@ def resumed(path: Path | None, result: dict[str, object], rows: str) -> list[dic
         run = {key: found[key] for key in ("command", "gpu", "versions")}
         kept: list[dict] = found[rows]
     except (OSError, ValueError, KeyError, TypeError):
-        without = "leave --resume out to replace it"
-        raise PrefixShareError(f"{path} has no results: {without}.") from None
-        raise PrefixShareError() from None
+        raise PrefixShareError(
+            f"{path} has no results: leave --resume out to replace it."
+        ) from None
     for key, value in run.items():
         if value != result[key]:
             raise PrefixShareError(

@@ -86,7 +86,7 @@ def extension(of: type) -> dict[str, str]:
 
 
 def llama_128(folder: Path) -> Path:
-    """Write a small model with heads as wide as those of most models."""
+    """Write a small model with heads as wide as most models have."""
     return write_small_llama(folder, head_dim=128)
 
 

@@ -48,7 +48,7 @@ def mixed_graphs_refusal(config: Any) -> str | None:
         (getattr(model.hf_text_config, "sliding_window", None) is not None, "sliding windows"),
         (model.attention_chunk_size is not None, "chunked attention"),
         # Log-probabilities of answers in such graphs differ from FLASH_ATTN's prefill by 0.35 nats
-        # on average, those of FLASH_ATTN, whose prompts are rounded as that prefill's, by 0.15.
+        # on average; FLASH_ATTN's, with prompts rounded as in that prefill, by 0.15.
         # Whether both are as far from a 16-bit cache (tests/gpu/test_gpu_mixed_graphs.py) has not
         # run yet.
         (config.cache_config.cache_dtype.startswith("fp8"), "an fp8 KV cache"),
