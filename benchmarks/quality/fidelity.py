@@ -36,7 +36,7 @@ from benchmarks.support.program import ROOT, add_out, make_parser, one_sentence,
 from benchmarks.support.results import versions, write
 from examples.embedded_model import embedded_model_path
 from tests.support.dummy_model import write_llama_8b
-from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess
+from tests.support.engine import PREFIX_SHARE, RUNNERS, STOCK, EngineProcess
 from tests.support.engine_steps import (
     FORCED_TOKENS,
     Run,
@@ -204,8 +204,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     if args.dtype:
         settings["dtype"] = args.dtype
     if torch.cuda.is_available():
-        runner = {"v1": "0", "v2": "1"}[args.runner]
-        settings["environment"]["VLLM_USE_V2_MODEL_RUNNER"] = runner
+        settings["environment"] |= RUNNERS[args.runner.upper()]
         settings |= {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": args.kv_gib << 30}
     else:
         settings["enforce_eager"] = True

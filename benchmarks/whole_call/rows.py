@@ -2,7 +2,6 @@
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.support.baselines import BASELINES, Baseline
 from vllm_prefixshare.settings import VARIABLES
@@ -15,35 +14,23 @@ BASELINE_BACKEND, CPU_BACKEND = "FLASH_ATTN", "CPU_ATTN"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Baseline):
     """One configuration.
 
-    backend: name of the attention backend.
     prompts: value of VLLM_PREFIXSHARE_PROMPTS, or None to leave it unset.
     fastokens: whether vLLM tokenizes with fastokens.
-    cascade: whether vLLM may use cascade attention.
     """
 
-    backend: str
-    prompts: str | None
+    prompts: str | None = "off"
     fastokens: bool = False
-    cascade: bool = False
 
     def backend_on(self, gpu: bool) -> str:
         """The attention backend to pass to vLLM on this kind of machine."""
         return CPU_BACKEND if self.backend == BASELINE_BACKEND and not gpu else self.backend
 
-    @property
-    def _baseline(self) -> Baseline:
-        return Baseline(self.backend, self.cascade)
-
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of the row's engine, without the backend."""
-        return self._baseline.arguments()
-
     def environment(self) -> dict[str, str]:
         """Environment variables of the row's processes."""
-        found = {FASTOKENS: "1" if self.fastokens else "0", **self._baseline.environment()}
+        found = {FASTOKENS: "1" if self.fastokens else "0", **Baseline.environment(self)}
         # a version without the setting rejects it, and does what "off" asks for
         if self.prompts is not None and PROMPTS in VARIABLES:
             found[PROMPTS] = self.prompts
@@ -55,22 +42,20 @@ class Row:
             return f"this version has no setting {PROMPTS}"
         if self.fastokens and importlib.util.find_spec("fastokens") is None:
             return "the package fastokens is not installed"
-        return self._baseline.unavailable()
+        return Baseline.unavailable(self)
 
 
 #: The first row is the baseline.
 ROWS: dict[str, Row] = {
-    "flash_attn": Row("FLASH_ATTN", "off"),
-    "flash_attn_fastokens": Row("FLASH_ATTN", "off", fastokens=True),
-    "prefix_share_kernel_only": Row("PREFIX_SHARE", "off"),
-    "flash_attn_prompts": Row("FLASH_ATTN", "on"),
-    "prefix_share": Row("PREFIX_SHARE", None),
-    "prefix_share_fastokens": Row("PREFIX_SHARE", None, fastokens=True),
+    "flash_attn": Row("FLASH_ATTN"),
+    "flash_attn_fastokens": Row("FLASH_ATTN", fastokens=True),
+    "prefix_share_kernel_only": Row("PREFIX_SHARE"),
+    "flash_attn_prompts": Row("FLASH_ATTN", prompts="on"),
+    "prefix_share": Row("PREFIX_SHARE", prompts=None),
+    "prefix_share_fastokens": Row("PREFIX_SHARE", prompts=None, fastokens=True),
 }
 #: Further baselines, measured where the user names them.
 EXTRA_ROWS: dict[str, Row] = {
-    name: Row(of.backend, "off", cascade=of.cascade)
-    for name, of in BASELINES.items()
-    if name not in ROWS
+    name: Row(of.backend, of.cascade) for name, of in BASELINES.items() if name not in ROWS
 }
 ALL_ROWS = {**ROWS, **EXTRA_ROWS}
