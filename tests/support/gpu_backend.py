@@ -143,7 +143,8 @@ class Group:
     """One KV-cache group with one layer, its cache and its V2 block tables."""
 
     block_size = BLOCK
-    builder_cls = cuda_metadata.PrefixShareMetadataBuilder
+    builder_cls: type[Any] = cuda_metadata.PrefixShareMetadataBuilder
+    impl_cls: type[Any] = cuda.PrefixShareCUDAImpl
 
     def __init__(
         self,
@@ -165,7 +166,7 @@ class Group:
             "sliding_window": None,
             "kv_cache_dtype": "auto",
         }
-        self.impl = cuda.PrefixShareCUDAImpl(**{**arguments, **layer_args})
+        self.impl = self.impl_cls(**{**arguments, **layer_args})
         cache = torch.zeros(8, KV_HEADS, BLOCK, 2 * HEAD_DIM, dtype=torch.float16)
         self.layer = bare(Attention, impl=self.impl, kv_cache=cache)
         self._build(spec or FullAttentionSpec(**SPEC), scales or {})

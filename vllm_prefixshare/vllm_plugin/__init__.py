@@ -10,5 +10,8 @@ the order of waiting requests and ``observability/`` counters, metrics and trace
 BACKEND_NAME = "PREFIX_SHARE"
 CPU_BACKEND = "vllm_prefixshare.vllm_plugin.backends.cpu.backend.PrefixShareCPUBackend"
 CUDA_BACKEND = "vllm_prefixshare.vllm_plugin.backends.cuda.backend.PrefixShareCUDABackend"
+COMPOSITE_BACKEND = (
+    "vllm_prefixshare.vllm_plugin.backends.cuda.composite.PrefixShareCompositeBackend"
+)
 MLA_BACKEND = "vllm_prefixshare.vllm_plugin.backends.mla.unquantized.PrefixShareMLABackend"
 FP8_MLA_BACKEND = "vllm_prefixshare.vllm_plugin.backends.mla.fp8.PrefixShareFP8MLABackend"

@@ -90,6 +90,15 @@ def kernel_blocks_per_id(block_tables: Any) -> list[int]:
     return list(getattr(block_tables, "blocks_per_kv_block", [1] * groups))
 
 
+@functools.cache
+def has_composite() -> bool:
+    """Whether this vLLM can combine two attention backends: from 0.32 on."""
+    from vllm_prefixshare.vllm_plugin import signatures
+
+    name = "vllm.v1.attention.backends.composite.create_composite_attention_backend"
+    return signatures.defines(name)
+
+
 def steps_in_flight(config: Any) -> int:
     """Most steps that may still run on the GPU while the host prepares the next; the host does not
     know yet which of their drafts were accepted.

@@ -162,6 +162,15 @@ def moved(root: Path | None = None) -> str | None:
     return None
 
 
+def defines(name: str) -> bool:
+    """Whether the installed vLLM defines this class or function.
+
+    Raises:
+        PrefixShareError: vLLM is not installed.
+    """
+    return _find(package_folder(), name, {}) is not None
+
+
 def package_folder() -> Path:
     """Where ``vllm`` is installed, found without importing it.
 

@@ -109,8 +109,7 @@ def test_which_layers_let_the_tokens_of_an_image_see_each_other(
 ):
     fields = {"head_dim": 64, "global_head_dim": 64, **fields}
     (kind, *_) = kinds_of(tmp_path, release and Version(release), **fields)
-    wanted = "bidirectional multimodal prefixes" if expected else None
-    assert falls_back(kind, None) == wanted
+    assert kind.use_mm_prefix is expected
 
 
 LATENT = {

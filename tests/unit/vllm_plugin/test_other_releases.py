@@ -18,6 +18,7 @@ FILES = {path.name: path for path in Path(__file__).parent.rglob("test_*.py")}
 #: What runs on each of them.
 TESTS = (
     "test_context_parallel.py",
+    "test_composite_backend.py",
     "test_cuda_backend.py",
     "test_layers_of_families.py",
     "test_hook_targets.py",

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from vllm_prefixshare.config import DTYPES, MAX_HEAD_DIM
 from vllm_prefixshare.settings import settings
-from vllm_prefixshare.vllm_plugin import invariance
+from vllm_prefixshare.vllm_plugin import compat, invariance
 
 #: Dtypes of the GPU kernels.
 CUDA_DTYPES = ("bfloat16", "float16")
@@ -12,7 +12,7 @@ CUDA_DTYPES = ("bfloat16", "float16")
 USUAL_HEAD_DIM = 256
 #: Optional features of layers that GPUs serve. CPUs serve none of them.
 GPU_EXTRAS = frozenset(
-    {"dcp", "fp8", "invariance", "mla", "mla_fp8", "sinks", "softcap", "windows"}
+    {"dcp", "fp8", "invariance", "mla", "mla_fp8", "mm_prefix", "sinks", "softcap", "windows"}
 )
 NOTHING: frozenset[str] = frozenset()
 
@@ -46,12 +46,14 @@ CPU = Platform(DTYPES, is_gpu=False)
 def gpu_extras(anywhere: bool = False) -> frozenset[str]:
     """Features that layers may have on this GPU. vLLM's own backends compute prefills: sinks and
     fp8 caches need support by FLASH_ATTN, MLA by FLASH_ATTN_MLA, and an fp8 MLA cache by FLASHMLA.
-    Batch invariance needs support by this vLLM.
+    Batch invariance and image tokens that attend to later ones need support by this vLLM.
 
     Args:
         anywhere: return the features on a GPU that supports everything.
     """
     extras = GPU_EXTRAS | settings().experimental
+    if not compat.has_composite():
+        extras -= {"mm_prefix"}
     if anywhere:
         return extras
     from vllm.v1.attention.backends.fa_utils import flash_attn_supports_mla

@@ -67,6 +67,20 @@ def _other_head_dim(layer: LayerSpec, platform: Platform) -> bool:
     return not MIN_HEAD_DIM <= layer.head_size <= platform.max_head_dim or layer.head_size % 8 != 0
 
 
+def _no_composite(layer: LayerSpec, platform: Platform) -> bool:
+    # sinks, batch invariance and shards are not supported by vLLM's composite, fp8 caches and
+    # drafts were not tested in it
+    is_plain = not (
+        layer.has_sink
+        or layer.use_batch_invariant
+        or layer.use_dcp
+        or layer.engine.shards > 1
+        or layer.has_fp8_cache
+        or layer.engine.query_len > 1
+    )
+    return layer.use_mm_prefix and not (is_plain and "mm_prefix" in platform.extras)
+
+
 def _too_many_draft_rows(layer: LayerSpec, _: Platform) -> bool:
     max_heads = MAX_LATENT_ROWS // layer.engine.query_len
     return layer.use_mla and layer.engine.query_len > 1 and layer.all_heads > max_heads
@@ -111,7 +125,7 @@ LAYER_RULES = (
         "a sliding window",
         lambda s, p: s.has_sliding_window and (s.use_mla or "windows" not in p.extras),
     ),
-    Rule("bidirectional multimodal prefixes", lambda s, _: s.use_mm_prefix),
+    Rule("bidirectional multimodal prefixes", _no_composite),
     Rule("non-causal attention", lambda s, _: s.use_non_causal),
     Rule("reference sliding-window attention", lambda s, _: s.use_rswa),
     Rule("decode context parallelism", _needs("dcp", lambda s: s.use_dcp)),

@@ -15,6 +15,7 @@ from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.settings import VARIABLES, settings
 from vllm_prefixshare.vllm_plugin import (
     BACKEND_NAME,
+    COMPOSITE_BACKEND,
     CPU_BACKEND,
     CUDA_BACKEND,
     background_compilation,
@@ -367,9 +368,14 @@ def _choose_backends(platform: type, on_gpu: bool) -> None:
             if declined or attn_selector_config.use_mla:
                 own = original(cls, None, attn_selector_config, *args, **kwargs)
                 return own if declined else latent_backend(own, attn_selector_config)
-            if on_gpu:
-                return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
-            return CPU_BACKEND
+            if not on_gpu:
+                return CPU_BACKEND
+            if attn_selector_config.use_mm_prefix:
+                # vLLM checks the child that computes causal attention
+                layer = attn_selector_config._replace(use_mm_prefix=False)
+                original(cls, selected_backend, layer, *args, **kwargs)
+                return COMPOSITE_BACKEND
+            return original(cls, selected_backend, attn_selector_config, *args, **kwargs)
 
         return get_attn_backend_cls
 

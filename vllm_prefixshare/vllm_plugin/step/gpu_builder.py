@@ -65,7 +65,7 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.layer_names = layer_names
-        served = served_together((layer.impl for layer in self._layers()), kv_cache_spec)
+        served = served_together(map(planned_impl, self._layers()), kv_cache_spec)
         self.all_layers = len(served) == len(layer_names)
         window = window_of(served[0]) if served else None
         reason = builder_refusal(self, self._final, self.latent, window)
@@ -123,6 +123,19 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             load=executor.prepare,
         )
 
+    def keep_parent(self, reason: str) -> None:
+        """Plan no step from now on.
+
+        Args:
+            reason: completes "Layers with ...".
+
+        Raises:
+            PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.
+        """
+        if self.executor is not None:
+            fall_back(reason)
+            self.executor = self.planner = None
+
     def check_scales(self) -> None:
         """Read the scales of layers with a quantised KV cache: a CUDA graph does not.
 
@@ -132,8 +145,9 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
         if self.executor is not None and self.executor.attention.kv_dtype is not None:
             context = self.vllm_config.compilation_config.static_forward_context
             for layer in (context[name] for name in self.layer_names):
-                if getattr(layer.impl, "shares", False):
-                    extras = layer.impl.extras_of(layer, self.executor.attention)
+                impl = planned_impl(layer)
+                if getattr(impl, "shares", False):
+                    extras = impl.extras_of(layer, self.executor.attention)
                     checked_extras(extras, self.executor.attention, self.device)
         self._scales_checked = True
 
@@ -221,12 +235,18 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
                     f"{BACKEND_NAME} does not know a block table that it knew when graphs were "
                     "captured: choose another backend, and report the model and settings."
                 )
-            fall_back("block tables of their own")
-            self.executor = self.planner = None
+            self.keep_parent("block tables of their own")
             return None
         if common.causal is not True:
             raise PrefixShareError(f"{BACKEND_NAME} does not serve non-causal batches.")
         return StepBatch.of(common, table, common.seq_lens_cpu_upper_bound, for_capture)
+
+
+def planned_impl(layer: Any) -> Any:
+    """The implementation of a layer that may be served: in a composite of vLLM's, the one for
+    causal attention.
+    """
+    return getattr(layer.impl, "causal_impl", layer.impl)
 
 
 #: Builders that have a plan on the device.

@@ -41,7 +41,7 @@ def mixed_graphs_refusal(config: Any) -> str | None:
         (parallel.use_ubatching, "micro-batches"),
         (config.kv_transfer_config is not None, "a KV connector, which loads layer by layer"),
         # whose Python code prepares steps with images: a graph does not run it
-        (model.is_multimodal_model, "a multimodal model"),
+        (model.is_multimodal_model or model.is_mm_prefix_lm, "a multimodal model"),
         (model.is_diffusion, "diffusion decoding"),
         (model.use_mla, "multi-head latent attention"),
         (model.is_hybrid or model.is_encoder_decoder, "a hybrid or encoder-decoder model"),

@@ -29,6 +29,7 @@ from tests.support.variables import set_variables
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES
 from vllm_prefixshare.vllm_plugin import (
+    COMPOSITE_BACKEND,
     CPU_BACKEND,
     FP8_MLA_BACKEND,
     MLA_BACKEND,
@@ -420,6 +421,27 @@ def test_mla_that_is_not_served_gets_the_backend_that_vllm_would_take(
     own = mla_platform.get_attn_backend_cls(chosen, layer(**MLA, **changes), num_heads=16)
     assert own == mla_platform.own.get_path() and mla_platform.asked == [None]
     assert [args[1] for args in said] == [reason]
+
+
+@pytest.mark.parametrize("has_composite", [True, False])
+def test_layers_with_image_masks_get_the_composite_where_vllm_has_one(monkeypatch, has_composite):
+    monkeypatch.setattr(compat, "has_composite", lambda: has_composite)
+    asked: list[tuple[str | None, bool]] = []
+
+    class Platform:
+        @classmethod
+        def get_attn_backend_cls(cls, selected, config, num_heads=None):
+            asked.append((getattr(selected, "name", None), config.use_mm_prefix))
+            return "vllm's own"
+
+    selection.hook_cuda_platform(SimpleNamespace(CudaPlatformBase=Platform))
+    found = Platform.get_attn_backend_cls(
+        selection.backend_member(), layer(use_mm_prefix=True), num_heads=9
+    )
+    if has_composite:  # vLLM has checked the causal child
+        assert found == COMPOSITE_BACKEND and asked == [("PREFIX_SHARE", False)]
+    else:
+        assert found == "vllm's own" and asked == [(None, True)]
 
 
 def test_refused_layers_keep_the_stock_backend_unless_strict(monkeypatch):

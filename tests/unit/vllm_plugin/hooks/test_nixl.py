@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
 
 from tests.support.latent_backend import flashattn_mla
-from vllm_prefixshare.vllm_plugin import register
+from vllm_prefixshare.vllm_plugin import compat, register
 from vllm_prefixshare.vllm_plugin.backends.cpu.backend import PrefixShareCPUBackend
 from vllm_prefixshare.vllm_plugin.backends.cuda.backend import PrefixShareCUDABackend
 from vllm_prefixshare.vllm_plugin.backends.mla import fp8, unquantized
@@ -31,6 +31,12 @@ PAIRS = [
     (fp8.PrefixShareFP8MLABackend, FlashMLABackend),
     (PrefixShareCPUBackend, CPUAttentionBackend),
 ]
+#: The same, with the composite, which derives from neither.
+ALIKE = list(PAIRS)
+if compat.has_composite():
+    from vllm_prefixshare.vllm_plugin.backends.cuda import composite
+
+    ALIKE.append((composite.PrefixShareCompositeBackend, composite.TritonFlashAttentionBackend))
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +138,7 @@ def hash_of(monkeypatch):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize(("ours", "theirs"), ALIKE)
 def test_instances_with_like_caches_accept_each_other(hash_of, ours, theirs, packed):
     assert hash_of(ours, packed=packed) == hash_of(theirs, packed=packed)
     # layers that are not served keep vLLM's backend, wherever they come
@@ -141,7 +147,7 @@ def test_instances_with_like_caches_accept_each_other(hash_of, ours, theirs, pac
     assert hash_of(theirs, ours, packed=packed) == expected
 
 
-@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+@pytest.mark.parametrize(("ours", "theirs"), ALIKE)
 def test_a_worker_names_the_owner_of_the_layout(ours, theirs):
     """By this name a worker on a CPU decides whether it reorders the blocks that it receives."""
     worker = Worker(config_of(ours), packed=False)

@@ -12,6 +12,7 @@ Under decode context parallelism, ``context_parallel`` combines the results of `
 captured, and is replayed after each ``build``: the launches stay the same and read the new plan.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class PrefixShareCUDAImpl(PlannedLayer, FlashAttentionImpl):
         config = get_current_vllm_config()
         engine = Engine.of_config(config)._replace(shards=self.dcp_world_size)
         layer = LayerSpec.of_impl(self, (-1, -1), engine, config.model_config.dtype)
+        layer = replace(layer, use_mm_prefix=config.model_config.is_mm_prefix_lm)
         self.set_up(config, layer, platform.gpu_extras())
 
     def forward(
