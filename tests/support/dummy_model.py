@@ -187,6 +187,98 @@ def write_small_gemma3(folder: Path, sliding_window: int = 256) -> Path:
     )  # fmt: skip
 
 
+#: Tokens of an image of ``write_small_gemma3_with_images``, and its sides in pixels.
+IMAGE_TOKENS, IMAGE_SIZE = 64, 224
+#: Its tokens after the words: what stands for an image, what surrounds it, and the line breaks
+#: that vLLM asks for.
+IMAGE_WORDS = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
+LINE_BREAKS = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
+START_OF_IMAGE = SMALL_VOCAB + 1
+
+
+def write_small_gemma3_with_images(folder: Path, sliding_window: int = 1024) -> Path:
+    """Write a small Gemma 3 checkpoint for text and images, bfloat16: the text model has the shape
+    of ``write_small_gemma3``. An image is ``START_OF_IMAGE`` in a prompt of token ids.
+    """
+
+    def sharpen(model: Any) -> None:
+        for layer in model.model.language_model.layers:  # so that attention picks few tokens
+            layer.self_attn.q_norm.weight += 0.6
+            layer.self_attn.k_norm.weight += 0.6
+        # so that an answer depends on the image
+        model.model.multi_modal_projector.mm_input_projection_weight.normal_(std=0.05)
+
+    _write(
+        folder, "Gemma3Config", "Gemma3ForConditionalGeneration", "bfloat16", sharpen,
+        text_config={
+            **SMALL,
+            **_heads(8, 4, 256),
+            "vocab_size": SMALL_VOCAB + 64,
+            "num_hidden_layers": 6,
+            "sliding_window": sliding_window,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        },
+        vision_config={
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": IMAGE_SIZE,
+            "patch_size": 14,
+            "vision_use_head": False,
+        },
+        mm_tokens_per_image=IMAGE_TOKENS,
+        image_token_index=SMALL_VOCAB,
+        boi_token_index=START_OF_IMAGE,
+        eoi_token_index=START_OF_IMAGE + 1,
+        bos_token_id=SMALL["bos_token_id"],
+        eos_token_id=SMALL["eos_token_id"],
+    )  # fmt: skip
+    _name_as_published(folder / "model.safetensors")
+    _add_image_processor(folder)
+    return folder
+
+
+def _name_as_published(path: Path) -> None:
+    """Name the weights of a vision tower as in published checkpoints, which vLLM reads."""
+    from safetensors.torch import load_file, save_file
+
+    tower = "vision_tower."
+    tensors = {
+        name if f"{tower}vision_model." in name else name.replace(tower, f"{tower}vision_model."): x
+        for name, x in load_file(path).items()
+    }
+    save_file(tensors, path, {"format": "pt"})
+
+
+def _add_image_processor(folder: Path) -> None:
+    """Add image tokens to the tokenizer, and the files of a Gemma 3 processor."""
+    from transformers import AutoTokenizer
+
+    names = dict(zip(("image_token", "boi_token", "eoi_token"), IMAGE_WORDS, strict=True))
+    tokenizer = AutoTokenizer.from_pretrained(folder, extra_special_tokens=names)
+    tokenizer.add_tokens(list(LINE_BREAKS))
+    tokenizer.save_pretrained(folder)
+    files = {
+        "processor_config.json": {"image_seq_length": IMAGE_TOKENS},
+        "preprocessor_config.json": {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "do_convert_rgb": True,
+            "do_normalize": True,
+            "do_rescale": True,
+            "do_resize": True,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "rescale_factor": 1 / 255,
+            "resample": 2,
+            "size": {"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+        },
+    }
+    for name, fields in files.items():
+        fields["processor_class"] = "Gemma3Processor"
+        (folder / name).write_text(json.dumps(fields, indent=1) + "\n")
+
+
 #: What Qwen3-Next and Qwen3.5 have in common: three layers of gated delta nets, then one with full
 #: attention, head_dim 256. The states have the real size, and so do the KV blocks, which vLLM makes
 #: as large as a state.

@@ -68,13 +68,15 @@ class Run:
     steps: int = 0
 
 
+#: Token ids, or a prompt of vLLM's with ``prompt_token_ids`` and images.
+Prompt: TypeAlias = Sequence[int] | Mapping[str, Any]
 #: Called before each step with the engine, the step's number and the ids of the requests.
 StepHook: TypeAlias = Callable[[Any, int, Sequence[str]], None]
 
 
 def drive(
     llm: Any,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt],
     sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     hook: StepHook | None = None,
     lora: Sequence[str | None] | None = None,
@@ -82,7 +84,6 @@ def drive(
     """Run prompts step by step; to be sent with ``EngineProcess.call``.
 
     Args:
-        prompts: token ids.
         sampling: ``SamplingParams`` of all requests, or of each; greedy by default.
         hook: called before each step; defined in a module.
         lora: folder of an adapter, or None, for each prompt.
@@ -106,8 +107,7 @@ def drive(
             **{"temperature": 0.0, "logprobs": 2, "detokenize": False, **settings},
             output_kind=RequestOutputKind.CUMULATIVE,
         )
-        request = {"prompt_token_ids": list(prompt)}
-        engine.add_request(ids[i], request, params, lora_request=adapters[i])
+        engine.add_request(ids[i], _request(prompt), params, lora_request=adapters[i])
     latest: dict[tuple[int, int], Completion] = {}
     steps = 0
     while engine.has_unfinished_requests():
@@ -121,6 +121,13 @@ def drive(
     stats = llm.collective_rpc("prefix_share_stats")[0] if shares else {}
     completions = tuple(latest[key] for key in sorted(latest))
     return Run(completions, stats, preemptions(llm) - preempted, steps)
+
+
+def _request(prompt: Prompt, *more: int) -> dict[str, Any]:
+    """A prompt of vLLM's, continued by more token ids."""
+    if isinstance(prompt, Mapping):
+        return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *more]}
+    return {"prompt_token_ids": [*prompt, *more]}
 
 
 def salted(
@@ -150,14 +157,22 @@ def salted(
     return Run(completions, stats), [output.num_cached_tokens or 0 for output in outputs]
 
 
-def score(llm: Any, sequences: Sequence[Completion]) -> list[list[float]]:
+def score(
+    llm: Any, sequences: Sequence[Completion], asked: Sequence[Prompt] | None = None
+) -> list[list[float]]:
     """Log-probabilities of the generated tokens of ``sequences``, each read as one prompt: by the
     prefill of the engine, without decode. For ``EngineProcess.call``.
+
+    Args:
+        asked: the prompts of the run, if some have images.
     """
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-    prompts = [{"prompt_token_ids": [*s.prompt_ids, *s.token_ids]} for s in sequences]
+    prompts = [
+        _request(s.prompt_ids if asked is None else asked[s.request], *s.token_ids)
+        for s in sequences
+    ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     found = []
     for output, sequence in zip(outputs, sequences, strict=True):

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.dummy_model import write_small_llama
 from tests.support.engine import PREFIX_SHARE, RUNNERS, STOCK_GPU, EngineProcess
-from tests.support.engine_steps import Completion, Run, drive, score, start_engines
+from tests.support.engine_steps import Completion, Prompt, Run, drive, score, start_engines
 from vllm_prefixshare.vllm_plugin.observability.stats import PrefixShareWorkerExtension
 
 #: The checkpoint folder of a real model to test with, instead of random weights.
@@ -103,7 +103,8 @@ class Text:
             self._ids = tokenizer.encode("\n\n".join(p.read_text() for p in docs))
         else:
             rng = np.random.default_rng(0)
-            self._ids = rng.integers(3, len(tokenizer), 20000).tolist()
+            # added tokens stand for images
+            self._ids = rng.integers(3, tokenizer.vocab_size, 20000).tolist()
 
     def part(self, start: int, length: int) -> list[int]:
         start %= len(self._ids)
@@ -123,31 +124,40 @@ def greedy(count: int) -> dict[str, Any]:
     return {**GREEDY, "max_tokens": count}
 
 
-def prime(engine: EngineProcess, prompts: Sequence[Sequence[int]]) -> None:
+def prime(engine: EngineProcess, prompts: Sequence[Prompt]) -> None:
     """Put the document into the prefix cache. Requests that are scheduled at once with an empty
     cache do not share the document.
     """
     engine.call(drive, prompts[:1], greedy(1))
 
 
-def drive_primed(engine: EngineProcess, prompts: Sequence[Sequence[int]], *rest: Any) -> Run:
+def drive_primed(engine: EngineProcess, prompts: Sequence[Prompt], *rest: Any) -> Run:
     """``drive``, with the document cached beforehand."""
     prime(engine, prompts)
     run: Run = engine.call(drive, prompts, *rest)
     return run
 
 
-def errors(completions: Sequence[Completion], reference: EngineProcess) -> list[np.ndarray]:
+def errors(
+    completions: Sequence[Completion],
+    reference: EngineProcess,
+    asked: Sequence[Prompt] | None = None,
+) -> list[np.ndarray]:
     """Absolute difference of the log-probability in decode and in stock's prefill, per token and
     answer.
+
+    Args:
+        asked: as for ``score``.
     """
-    scores = reference.call(score, completions)
+    scores = reference.call(score, completions, asked)
     return [np.abs(np.subtract(c.logprobs, s)) for c, s in zip(completions, scores, strict=True)]
 
 
-def all_errors(run: Run, reference: EngineProcess) -> np.ndarray:
+def all_errors(
+    run: Run, reference: EngineProcess, asked: Sequence[Prompt] | None = None
+) -> np.ndarray:
     """As ``errors``, of all tokens of a run in one array."""
-    each = errors(run.completions, reference)
+    each = errors(run.completions, reference, asked)
     print("mean errors of answers:", *(f"{error.mean():.3f}" for error in each))
     return np.concatenate(each)
 
@@ -180,11 +190,12 @@ class Comparison:
 
 
 def compare(
-    both: Sequence[EngineProcess], prompts: Sequence[Sequence[int]], sampling: dict[str, Any]
+    both: Sequence[EngineProcess], prompts: Sequence[Prompt], sampling: dict[str, Any]
 ) -> Comparison:
     """Run stock, the first engine, and PREFIX_SHARE, the second, with the document cached."""
     stock_run, run = (drive_primed(engine, prompts, sampling) for engine in both)
-    return Comparison(run, stock_run, all_errors(run, both[0]), all_errors(stock_run, both[0]))
+    found = (all_errors(each, both[0], prompts) for each in (run, stock_run))
+    return Comparison(run, stock_run, *found)
 
 
 def assert_as_exact(

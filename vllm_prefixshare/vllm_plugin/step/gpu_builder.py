@@ -123,19 +123,6 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
             load=executor.prepare,
         )
 
-    def keep_parent(self, reason: str) -> None:
-        """Plan no step from now on.
-
-        Args:
-            reason: completes "Layers with ...".
-
-        Raises:
-            PrefixShareError: VLLM_PREFIXSHARE_STRICT=1.
-        """
-        if self.executor is not None:
-            fall_back(reason)
-            self.executor = self.planner = None
-
     def check_scales(self) -> None:
         """Read the scales of layers with a quantised KV cache: a CUDA graph does not.
 
@@ -235,7 +222,8 @@ class PlanningBuilder(AttentionMetadataBuilder[Any]):
                     f"{BACKEND_NAME} does not know a block table that it knew when graphs were "
                     "captured: choose another backend, and report the model and settings."
                 )
-            self.keep_parent("block tables of their own")
+            fall_back("block tables of their own")
+            self.executor = self.planner = None
             return None
         if common.causal is not True:
             raise PrefixShareError(f"{BACKEND_NAME} does not serve non-causal batches.")

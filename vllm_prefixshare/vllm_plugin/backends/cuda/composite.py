@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.triton_flash_attn import TritonFlashAttentionBac
 
 from vllm_prefixshare.vllm_plugin import BACKEND_NAME
 from vllm_prefixshare.vllm_plugin.backends.cuda.backend import PrefixShareCUDABackend
+from vllm_prefixshare.vllm_plugin.eligibility.fallback import fall_back
 
 _NAME = "PrefixShareCompositeBackend"
 _Composite: Any = create_composite_attention_backend(
@@ -44,9 +45,11 @@ class PrefixShareCompositeBuilder(_Composite.get_builder_cls()):  # type: ignore
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if type(self) is not PrefixShareCompositeBuilder:
+        builder = self.causal_builder
+        if type(self) is not PrefixShareCompositeBuilder and builder.executor is not None:
             # vLLM derives classes that change the runner's metadata before they build
-            self.causal_builder.keep_parent(f"metadata of {type(self).__name__}")
+            fall_back(f"metadata of {type(self).__name__}")
+            builder.executor = builder.planner = None
 
     def after_wake_up(self, tags: list[str] | None) -> None:
         """As ``PlanningBuilder.after_wake_up``, called by a vLLM with ``patches/``."""
