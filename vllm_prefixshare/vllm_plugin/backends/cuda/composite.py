@@ -59,6 +59,9 @@ class PrefixShareCompositeBuilder(_Composite.get_builder_cls()):  # type: ignore
 class PrefixShareCompositeBackend(_Composite):  # type: ignore[misc, no-any-unimported]
     """TRITON_ATTN for steps with images, PREFIX_SHARE for all others."""
 
+    # as PrefixShareCUDABackend: do_kv_cache_update makes values finite
+    supports_kv_cache_update_bypass = False
+
     @staticmethod
     def get_impl_cls() -> type[Any]:
         """The class of a layer."""
