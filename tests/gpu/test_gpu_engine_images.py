@@ -24,7 +24,7 @@ from tests.support.gpu_layer import on_gpu_with
 from vllm_prefixshare.vllm_plugin.compat import vllm_version
 from vllm_prefixshare.vllm_plugin.observability.stats import PrefixShareWorkerExtension
 
-pytestmark = on_gpu_with("vllm")
+pytestmark = on_gpu_with("vllm", "torchvision")
 
 #: Steps small enough that prompts with images are computed while other requests decode.
 OPTIONS: dict[str, Any] = {
@@ -116,9 +116,10 @@ def test_text_is_shared_next_to_images(model, runner, options, note):
     for each in (found, plain):
         each.assert_as_exact(max_slack=2e-2)
         assert_shared(each.run, factor=1.5)
-    assert with_image["images"] > 0 and with_image["causal"] > 6 * TOKENS
+    # six layers in nearly every step
+    assert with_image["images"] > 0 and with_image["causal"] > 5 * TOKENS
     # a prompt without an image never needs the masks
-    assert without["images"] == 0 and without["causal"] > 6 * TOKENS
+    assert without["images"] == 0 and without["causal"] > 5 * TOKENS
     assert found.run.stats["plans"] < found.run.stats["decode_steps"]
 
 

@@ -2,17 +2,22 @@
 child a step goes to; TRITON_ATTN does not run here, so only its metadata is checked.
 """
 
+import importlib
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import create_fast_prefill_custom_backend
+from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from tests.support.gpu_backend import (
@@ -39,7 +44,9 @@ from vllm_prefixshare.vllm_plugin.eligibility import platform
 from vllm_prefixshare.vllm_plugin.eligibility.layer import Engine, LayerSpec
 from vllm_prefixshare.vllm_plugin.eligibility.platform import CPU, CUDA_DTYPES, Platform
 from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
+from vllm_prefixshare.vllm_plugin.hooks import selection
 from vllm_prefixshare.vllm_plugin.observability.stats import STATS
+from vllm_prefixshare.vllm_plugin.step import mixed_graphs
 
 REASON = "bidirectional multimodal prefixes"
 pytestmark = [
@@ -204,13 +211,16 @@ def test_a_window_too_short_to_gain_leaves_both_children_to_vllm(monkeypatch):
     ],
 )
 def test_graphs_hold_decodes_at_most(monkeypatch, clamps, expected):
-    config = vllm_config(model_config={"is_mm_prefix_lm": True, "is_multimodal_model": True})
+    config = vllm_config(model_config={"is_mm_prefix_lm": True, "is_multimodal_model": False})
     config.use_v2_model_runner, config.kv_transfer_config = True, None
     model = config.model_config
     model.use_mla = model.is_encoder_decoder = False
     model.attention_chunk_size, model.hf_text_config = None, SimpleNamespace()
+    monkeypatch.setattr("vllm.platforms.current_platform.is_device_capability", lambda _: True)
+    monkeypatch.setattr(mixed_graphs, "vllm_version", lambda: mixed_graphs.FIRST_RELEASE)
     windowed = SimpleNamespace(sliding_window=70, mm_prefix_clamp_sliding_window=clamps)
     config.compilation_config.static_forward_context["windowed"] = windowed
+    assert mixed_graphs.mixed_graphs_refusal(config) == "a multimodal model"
     builder = composite.PrefixShareCompositeBackend.get_builder_cls()
     assert builder.get_cudagraph_support(config, FullAttentionSpec(**SPEC)) is expected
 
@@ -291,3 +301,25 @@ def test_blocks_that_a_window_has_left_are_not_read(monkeypatch):
     metadata = group.build(batch)
     out = group.forward(batch, metadata, len(batch.q))
     assert relative_error(out, batch.expected(sliding_window=window)[0]) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "ours"),
+    [({}, True), ({"has_sliding_window": True}, True), ({"has_sink": True}, False)],
+    ids=str,
+)
+def test_vllms_platform_resolves_the_composite(monkeypatch, changes, ours):
+    for name in ("vllm._C_stable_libtorch", "vllm.platforms.cuda"):  # the latter is dropped after
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    del sys.modules["vllm.platforms.cuda"]
+    platform_cls = importlib.import_module("vllm.platforms.cuda").CudaPlatformBase
+    hopper = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+    monkeypatch.setattr(platform_cls, "get_device_capability", hopper)
+    monkeypatch.setattr(platform, "gpu_extras", lambda anywhere=False: platform.GPU_EXTRAS)
+    layer = AttentionSelectorConfig(
+        256, torch.bfloat16, "auto", None, use_mm_prefix=True, attn_type="decoder", **changes
+    )
+    path = platform_cls.get_attn_backend_cls(selection.backend_member(), layer, num_heads=8)
+    found = resolve_obj_by_qualname(path)
+    assert (found is composite.PrefixShareCompositeBackend) == ours
+    assert found.supports_mm_prefix()
