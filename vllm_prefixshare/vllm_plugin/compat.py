@@ -92,11 +92,14 @@ def kernel_blocks_per_id(block_tables: Any) -> list[int]:
 
 @functools.cache
 def has_composite() -> bool:
-    """Whether this vLLM can combine two attention backends: from 0.32 on."""
+    """Whether this vLLM can combine two attention backends: from 0.32 on. False without vLLM."""
     from vllm_prefixshare.vllm_plugin import signatures
 
     name = "vllm.v1.attention.backends.composite.create_composite_attention_backend"
-    return signatures.defines(name)
+    try:
+        return signatures.defines(name)
+    except PrefixShareError:
+        return False
 
 
 def steps_in_flight(config: Any) -> int:
