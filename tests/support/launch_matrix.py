@@ -10,7 +10,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # before kernels are imported
 
 import sys
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -48,8 +48,10 @@ class Notes:
 
 def seen(x: Any) -> Any:
     """An argument as a launcher sees it: a tensor by its memory, a descriptor or a record for
-    profilers by its fields.
+    profilers by its fields, a group by its elements.
     """
+    if isinstance(x, tuple):
+        return [*map(seen, x)]
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr()
     if hasattr(x, "block_shape"):
@@ -116,6 +118,11 @@ def cache_write() -> None:
     )
 
 
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
 @triton.jit
 def _kernel(a, b, c, n: tl.constexpr):
     pass
@@ -141,13 +148,13 @@ def choices() -> None:
     of_choice: dict[Any, str] = {}
     everything = arguments()
     for x, y in product(everything, repeat=2):
-        for n in (16, 17):
-            _, specialization, options = binder(x, y, 3, n=n)
+        for args, n in product(((x, y, 3), (Pair(x, y), None, 3)), (16, 17)):
+            _, specialization, options = binder(*args, n=n)
             key = compute_cache_key(keys, specialization, options)
-            choice = dispatch._choice(_kernel, (x, y, 3), {"n": n})
-            assert of_choice.setdefault(choice, key) == key, (x, y, n)
+            choice = dispatch._choice(_kernel, args, {"n": n})
+            assert of_choice.setdefault(choice, key) == key, (args, n)
     found = len(of_choice)
-    assert 100 < len(set(of_choice.values())) <= found < 2 * len(everything) ** 2, found
+    assert 200 < len(set(of_choice.values())) <= found < 4 * len(everything) ** 2, found
 
 
 def knobs() -> None:
@@ -179,22 +186,23 @@ def left_to_triton() -> None:
     """Calls that ``launch`` does not know are Triton's each time."""
     stand_in((9, 0))
     dispatch._known.clear()
-    both = words(4), 3
+    constant = tl.constexpr(3)
 
     def run() -> None:
-        launch(_kernel, (1,), both, words(4), 3, n=19)
+        launch(_kernel, (1,), constant, words(4), 3, n=19)
 
     (notes,) = watched(run).values()
     for _ in range(2):
         run()
-    assert len(notes.calls) == 2 and notes.calls[0][9] is both
+    assert len(notes.calls) == 2 and notes.calls[0][9] is constant
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = lambda **_: True  # do not compile, do not launch
         for _ in range(2):
             launch(_kernel, (1,), words(4), words(4), 3, n=20)
     for number in (np.float32(0.5), np.int64(1)):
-        with pytest.raises(TypeError, match="failed to specialize argument of type"):
-            launch(_kernel, (1,), words(4), words(4), number, n=19)
+        for argument in (number, Pair(words(4), number)):
+            with pytest.raises(TypeError, match="failed to specialize argument of type"):
+                launch(_kernel, (1,), words(4), words(4), argument, n=19)
     assert not dispatch._known
 
 

@@ -80,7 +80,9 @@ def checked_extras(
         _scale(name, getattr(x, name), is_quantised, attention, device, read)
         for name, is_quantised in quantised.items()
     )
-    return x._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
+    # a float in any case: kernels take the record, and Triton makes another binary for an integer
+    soft_cap = float(x.soft_cap)
+    return x._replace(soft_cap=soft_cap, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
 
 
 def _require_heads(

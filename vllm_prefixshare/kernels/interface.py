@@ -9,6 +9,7 @@ import torch
 from vllm_prefixshare.config import PlannerConfig
 from vllm_prefixshare.core import IntArray, PieceLimits
 from vllm_prefixshare.kernels.catalog import KernelLimits
+from vllm_prefixshare.kernels.common.groups import Outputs
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.window import tokens_seen
@@ -154,6 +155,11 @@ class Tensors(NamedTuple):
     out: torch.Tensor
     out_lse: torch.Tensor | None = None
     extras: LayerExtras = PLAIN
+
+    @property
+    def outputs(self) -> Outputs:
+        """What the launch writes."""
+        return Outputs(self.partial_out, self.partial_lse, self.out, self.out_lse)
 
 
 class Capacity(NamedTuple):

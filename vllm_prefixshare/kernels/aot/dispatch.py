@@ -27,7 +27,8 @@ def launch(kernel: JITFunction[Any], grid: tuple[int, ...], *args: Any, **option
     """Launch a Triton or Gluon function, or only compile it within ``only_compile``.
 
     Args:
-        args: its arguments up to the compile-time ones: tensors, tensor descriptors, numbers, None.
+        args: its arguments up to the compile-time ones: tensors, tensor descriptors, numbers, None,
+            or tuples of them.
         options: its compile-time arguments, each by name, and Triton's options.
     """
     compiled = _compiled.get()
@@ -77,6 +78,8 @@ def _looked_at(x: Any) -> Any:
         return type(x), x == 1, x & 15 == 0, x >> 31
     if x is None or isinstance(x, float):
         return type(x)
+    if isinstance(x, tuple):
+        return type(x), *map(_looked_at, x)
     return x.base.dtype, tuple(x.block_shape), x.layout
 
 

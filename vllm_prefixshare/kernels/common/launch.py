@@ -52,9 +52,7 @@ def score_factors(soft_cap: float, sm_scale: float) -> tuple[float, float | None
     return soft_cap * log2e, 2 * sm_scale / soft_cap * log2e
 
 
-def scales_and_strides(extras: LayerExtras) -> tuple[torch.Tensor | float | int | None, ...]:
-    """Scales of quantised queries, keys and values, then the stride of each; None where values are
-    not quantised.
-    """
+def scale_strides(extras: LayerExtras) -> list[int | None]:
+    """Strides of the scales of queries, keys and values; None where they are not quantised."""
     scales = extras.q_scale, extras.k_scale, extras.v_scale
-    return *scales, *(x.stride(0) if isinstance(x, torch.Tensor) else None for x in scales)
+    return [x.stride(0) if isinstance(x, torch.Tensor) else None for x in scales]

@@ -96,9 +96,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
               D: gl.constexpr, WINDOW: gl.constexpr, PIECE: gl.constexpr, KV_TILE: gl.constexpr,
               STAGES: gl.constexpr):
     """Attention of 64 rows over the KV tiles that any of them reads."""
-    tile_info, slot_row, slot_partial, _, _, _, _ = plan
-    (q, seq_lens, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask, tree_words,
-     stride_q, stride_out, cap_rate, widening) = io
+    (q, seq_lens, query_start, outputs, sinks, tree_mask, tree_words, stride_q, stride_out,
+     cap_rate, widening) = io
     v_scale, wide, wide_bars = widening
     G: gl.constexpr = Q_HEADS // KV_HEADS
     R: gl.constexpr = QUERY_LEN * G
@@ -119,7 +118,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     L_ROW: gl.constexpr = gl.SliceLayout(1, LANES)
     Q: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     Q_ROW: gl.constexpr = gl.SliceLayout(1, Q)
-    dtype: gl.constexpr = out.dtype.element_ty
+    dtype: gl.constexpr = outputs.out.dtype.element_ty
     weights: gl.constexpr = gl.float16 if FP8 else dtype
     worker, head, chunk = place_of_block(KV_HEADS, CHUNKS, G)
     low = HALF * HALF_ROWS
@@ -145,11 +144,11 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     phase = 0
     tile = worker
     while tile >= 0:
-        num_reqs = gl.load(tile_info + tile * WORDS + NUM_REQS)
-        num_runs = gl.load(tile_info + tile * WORDS + NUM_RUNS)
-        next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
-        half = gl.load(tile_info + tile * WORDS + LOW_REQS)
-        results = gl.load(tile_info + tile * WORDS + RESULTS)
+        num_reqs = gl.load(plan.tile_info + tile * WORDS + NUM_REQS)
+        num_runs = gl.load(plan.tile_info + tile * WORDS + NUM_RUNS)
+        next_tile = gl.load(plan.tile_info + tile * WORDS + NEXT_TILE) - 1
+        half = gl.load(plan.tile_info + tile * WORDS + LOW_REQS)
+        results = gl.load(plan.tile_info + tile * WORDS + RESULTS)
         # this half holds the requests [begin, end) of the tile
         if R > HALF_ROWS:
             begin = 0
@@ -160,8 +159,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
             end = half + (num_reqs - half) * HALF
             used_rows = (end - begin) * R
         slot = tile * SLOTS + gl.minimum(begin + row_q // R, SLOTS - 1)
-        request = gl.load(slot_row + slot)
-        partial = gl.load(slot_partial + slot)
+        request = gl.load(plan.slot_row + slot)
+        partial = gl.load(plan.slot_partial + slot)
         there = row_q // R < end - begin
         token = request
         if QUERY_LEN > 1:
@@ -271,48 +270,48 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 barrier()
                 at = gl.multiple_of(token.to(gl.int64) * stride_out + head_q * HEAD_DIM, 8)
                 direct = inside & (partial < 0)[:, None]
-                gl.store(out + at[:, None] + dim_q[None, :], out_tile.load(Q), mask=direct)
-            if out_lse is not None:
+                gl.store(outputs.out + at[:, None] + dim_q[None, :], out_tile.load(Q), mask=direct)
+            if outputs.out_lse is not None:
                 lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
-                gl.store(out_lse + token.to(gl.int64) * Q_HEADS + head_q,
+                gl.store(outputs.out_lse + token.to(gl.int64) * Q_HEADS + head_q,
                          gl.convert_layout(lse, Q_ROW), mask=there & (partial < 0))
             merged = there & (partial >= 0)
             if (results & PARTIAL) != 0:
                 lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
                 lse_at = (partial * QUERY_LEN + row_q % R // G) * Q_HEADS + head_q
-                gl.store(partial_lse + lse_at, gl.convert_layout(lse, Q_ROW), mask=merged)
+                gl.store(outputs.partial_lse + lse_at, gl.convert_layout(lse, Q_ROW), mask=merged)
                 row_at = gl.convert_layout(gl.where(merged, lse_at, -1), O_ROW)
                 inside_o = (row_at >= 0)[:, None] & (dim_o < HEAD_DIM)[None, :]
                 row_at = row_at.to(gl.int64)[:, None] * HEAD_DIM
-                gl.store(partial_out + row_at + dim_o[None, :], acc, mask=inside_o)
+                gl.store(outputs.partial_out + row_at + dim_o[None, :], acc, mask=inside_o)
             if R > HALF_ROWS:  # many rows take long to store and to merge
                 launch_merging(next_tile < 0)
         tile = next_tile
 
 
-# not specialised: one binary serves every batch, block table and KV cache
+# Not specialised: one binary serves every batch, block table and KV cache. These are in no group,
+# because Triton specialises the elements of a tuple in any case.
 @gluon.jit(do_not_specialize=[
     "table", "seq_lens", "query_start", "tree_mask", "tree_words", "stride_table", "stride_q",
     "stride_out", "block_rows", "head_rows", "head_cols", "q_scale_stride", "k_scale_stride",
     "v_scale_stride"])
-def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_info, slot_row,
-                      slot_partial, run_row, run_kv_start, run_kv_end, run_readers, partial_out,
-                      partial_lse, out, out_lse, sinks, tree_mask, tree_words, stride_table,
-                      stride_q, stride_out, block_rows, head_rows, head_cols, qk_scale, cap_rate,
-                      q_scale, k_scale, v_scale, q_scale_stride, k_scale_stride, v_scale_stride,
-                      Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
-                      QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
-                      D: gl.constexpr, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr,
-                      PIECE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
-                      RUNS: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):
+def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, plan, outputs, tree_mask,
+                      tree_words, stride_table, stride_q, stride_out, block_rows, head_rows,
+                      head_cols, qk_scale, cap_rate, extras, q_scale_stride, k_scale_stride,
+                      v_scale_stride, Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
+                      CHUNKS: gl.constexpr, QUERY_LEN: gl.constexpr, TREE: gl.constexpr,
+                      HEAD_DIM: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+                      WINDOW: gl.constexpr, PIECE: gl.constexpr, KV_TILE: gl.constexpr,
+                      STAGES: gl.constexpr, RUNS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+                      PRODUCER_REGS: gl.constexpr):
     """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, as ``place_of_block`` orders them.
 
     k_cache, v_cache: 2-D tensor descriptors, one row a token of one or all heads; the block of
     a head starts at ``[block * block_rows + head * head_rows, head * head_cols]``.
-    out_lse: as ``out`` without its last dimension. sinks: one for each query head. cap_rate: twice
-    the softmax scale over the soft cap, times log2(e); qk_scale is then the cap times log2(e).
-    q_scale, k_scale, v_scale: float32 of KV head ``h`` at ``h * *_scale_stride``, where queries and
-    cache are e4m3. For each that is None Triton makes a binary without it.
+    plan: ``hopper.arrays.PlanArrays``. outputs: ``common.groups.Outputs``. extras: ``LayerExtras``,
+    with the scales of KV head ``h`` at ``h * *_scale_stride``; its soft cap is passed as cap_rate,
+    twice the softmax scale over the cap, times log2(e), or None, and qk_scale is then the cap times
+    log2(e).
     WINDOW: tokens that a query sees, its own included; 0 for all.
     D: ``HEAD_DIM`` rounded up to a power of two. PIECE: tokens of a block that are fetched at once,
     a power of two that divides ``BLOCK_SIZE`` and ``KV_TILE``. RUNS: maximum KV ranges of a tile,
@@ -328,10 +327,10 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_in
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, KV_TILE, D], KV)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, KV_TILE, D], KV)
-    FP8: gl.constexpr = v_scale is not None
+    FP8: gl.constexpr = extras.v_scale is not None
     # the results, of 16 bits each, are staged where the queries were
     q_smem = gl.allocate_shared_memory(dtype, [2, 2 * HALF_ROWS if FP8 else HALF_ROWS, D], KV)
-    widening = (v_scale, v_scale, v_scale)  # None: nothing to widen
+    widening = (extras.v_scale, extras.v_scale, extras.v_scale)  # None: nothing to widen
     if FP8:
         WIDE: gl.constexpr = gl.NVMMASharedLayout(
             swizzle_byte_width=128, element_bitwidth=16, rank=2
@@ -344,8 +343,9 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_in
             mbarrier.init(wide_bars.index(i), count=1)
             mbarrier.init(wide_bars.index(WIDE_TILES + i), count=2)
         _, head, _ = place_of_block(KV_HEADS, CHUNKS, Q_HEADS // KV_HEADS)
-        scale = gl.load(q_scale + head * q_scale_stride) * gl.load(k_scale + head * k_scale_stride)
-        widening = (gl.load(v_scale + head * v_scale_stride), wide, wide_bars)
+        scale = gl.load(extras.q_scale + head * q_scale_stride)
+        scale *= gl.load(extras.k_scale + head * k_scale_stride)
+        widening = (gl.load(extras.v_scale + head * v_scale_stride), wide, wide_bars)
         if cap_rate is not None:
             cap_rate *= scale
         else:
@@ -358,10 +358,8 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_in
         # two producers fill a stage; both consumers, and the warps that widen, free it
         mbarrier.init(bars.index(i), count=3 if FP8 and i >= STAGES else 2)
     fence_async_shared()
-    plan = (tile_info, slot_row, slot_partial,
-            run_row, run_kv_start, run_kv_end, run_readers)
-    io = (q, seq_lens, query_start, partial_out, partial_lse, out, out_lse, sinks, tree_mask,
-          tree_words, stride_q, stride_out, cap_rate, widening)
+    io = (q, seq_lens, query_start, outputs, extras.sinks, tree_mask, tree_words, stride_q,
+          stride_out, cap_rate, widening)
     where = (block_rows, head_rows, head_cols)
     WORKERS: gl.constexpr = 4 if FP8 else 3  # partitions after the first
     gl.warp_specialize(
@@ -378,7 +376,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, tile_in
             (produce, (False, v_cache, table, seq_lens, query_start, plan, stride_table, where,
                        v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D, BLOCK_SIZE, WINDOW,
                        PIECE, KV_TILE, STAGES, RUNS, ITEM)),
-            (widen, (tile_info, v_smem, widening, bars, words, KV_HEADS, CHUNKS,
+            (widen, (plan.tile_info, v_smem, widening, bars, words, KV_HEADS, CHUNKS,
                      Q_HEADS // KV_HEADS, D, KV_TILE, STAGES)),
         ][: 1 + WORKERS],
         [4, 1, 1, WIDE_WARPS][:WORKERS],

@@ -11,7 +11,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import IntArray, PieceLimits, PrefixShareError
 from vllm_prefixshare.kernels.aot.dispatch import launch
 from vllm_prefixshare.kernels.catalog import Gpu, hopper_limits, hopper_shape
-from vllm_prefixshare.kernels.common.launch import plan_limits, scales_and_strides, score_factors
+from vllm_prefixshare.kernels.common.launch import plan_limits, scale_strides, score_factors
 from vllm_prefixshare.kernels.hopper.arrays import PlanArrays, sizes
 from vllm_prefixshare.kernels.hopper.kernel import partial_attention
 from vllm_prefixshare.kernels.hopper.layout import linked_layout
@@ -97,7 +97,6 @@ class HopperKernel:
         k_view = CacheView("k_cache", t.k_cache, shape.padded_dim, shape.piece)
         v_view = CacheView("v_cache", t.v_cache, shape.padded_dim, shape.piece)
         qk_scale, cap_rate = score_factors(t.extras.soft_cap, sm_scale)
-        arrays = PlanArrays(**plan)
         small = shape.num_qo_heads == shape.num_kv_heads  # 128 requests: more runs to hold
         launch(
             partial_attention,
@@ -108,18 +107,8 @@ class HopperKernel:
             t.block_table,
             t.seq_lens,
             t.query_start_loc,
-            arrays.tile_info,
-            arrays.slot_row,
-            arrays.slot_partial,
-            arrays.run_row,
-            arrays.run_kv_start,
-            arrays.run_kv_end,
-            arrays.run_readers,
-            t.partial_out,
-            t.partial_lse,
-            t.out,
-            t.out_lse,
-            t.extras.sinks,
+            PlanArrays(**plan),
+            t.outputs,
             t.seq_lens if t.tree_mask is None else t.tree_mask,
             0 if t.tree_mask is None else t.tree_mask.stride(0),
             t.block_table.stride(0),
@@ -130,7 +119,8 @@ class HopperKernel:
             k_view.head_cols,
             qk_scale,
             cap_rate,
-            *scales_and_strides(t.extras),
+            t.extras,
+            *scale_strides(t.extras),
             Q_HEADS=shape.num_qo_heads,
             KV_HEADS=shape.num_kv_heads,
             CHUNKS=shape.chunks,

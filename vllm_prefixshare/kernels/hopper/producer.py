@@ -204,7 +204,6 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, strid
 
     ITEM: bytes of an element of the cache.
     """
-    tile_info, slot_row, _, run_row, run_kv_start, run_kv_end, run_readers = plan
     block_rows, _, _ = where
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     NB: gl.constexpr = KV_TILE // PIECE
@@ -216,18 +215,18 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, strid
     count = 0
     tile = worker
     while tile >= 0:
-        num_runs = gl.load(tile_info + tile * WORDS + NUM_RUNS)
-        wide_runs = gl.load(tile_info + tile * WORDS + WIDE_RUNS)
-        low_runs = gl.load(tile_info + tile * WORDS + LOW_RUNS)
-        next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
-        half = gl.load(tile_info + tile * WORDS + LOW_REQS)
-        results = gl.load(tile_info + tile * WORDS + RESULTS)
+        num_runs = gl.load(plan.tile_info + tile * WORDS + NUM_RUNS)
+        wide_runs = gl.load(plan.tile_info + tile * WORDS + WIDE_RUNS)
+        low_runs = gl.load(plan.tile_info + tile * WORDS + LOW_RUNS)
+        next_tile = gl.load(plan.tile_info + tile * WORDS + NEXT_TILE) - 1
+        half = gl.load(plan.tile_info + tile * WORDS + LOW_REQS)
+        results = gl.load(plan.tile_info + tile * WORDS + RESULTS)
         # not masked by num_runs: one round trip to memory for all of the tile. The words of places
         # without a run are zero: nothing of request 0.
-        row = gl.load(run_row + tile * RUNS + r)
-        kv_start = gl.load(run_kv_start + tile * RUNS + r)
-        kv_end = gl.load(run_kv_end + tile * RUNS + r)
-        readers = gl.load(run_readers + tile * RUNS + r)
+        row = gl.load(plan.run_row + tile * RUNS + r)
+        kv_start = gl.load(plan.run_kv_start + tile * RUNS + r)
+        kv_end = gl.load(plan.run_kv_end + tile * RUNS + r)
+        readers = gl.load(plan.run_readers + tile * RUNS + r)
         # of 32 bits, which is enough: a wrong address is no error of a prefetch
         _prefetch(table + row * stride_table + kv_start.to(gl.uint32) // BLOCK_SIZE, kv_end != 0)
         length = gl.load(seq_lens + row)
@@ -239,8 +238,8 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, strid
         copied = gl.where(count == 0, results & PLAIN_START, 0)
         guess = lane
         if copied != 0:
-            start = gl.load(run_kv_start + tile * RUNS) + lane % NB * PIECE
-            at = table + gl.load(run_row + tile * RUNS).to(gl.int64) * stride_table
+            start = gl.load(plan.run_kv_start + tile * RUNS) + lane % NB * PIECE
+            at = table + gl.load(plan.run_row + tile * RUNS).to(gl.int64) * stride_table
             guess = gl.load(at + start // BLOCK_SIZE, mask=lane < NB, other=0) * block_rows
             if PIECE < BLOCK_SIZE:
                 guess += start % BLOCK_SIZE
@@ -270,9 +269,9 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, strid
         seen_from = 0
         seen_until = 0
         if IS_K and WINDOW > 0:
-            num_reqs = gl.load(tile_info + tile * WORDS + NUM_REQS)
+            num_reqs = gl.load(plan.tile_info + tile * WORDS + NUM_REQS)
             SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
-            request = gl.load(slot_row + tile * SLOTS + r, mask=r < num_reqs, other=0)
+            request = gl.load(plan.slot_row + tile * SLOTS + r, mask=r < num_reqs, other=0)
             length = gl.load(seq_lens + request, mask=r < num_reqs, other=0)
             seen_from = gl.max(length, 0) - WINDOW
             seen_until = gl.min(gl.where(r < num_reqs, length, 1 << 30), 0) - QUERY_LEN

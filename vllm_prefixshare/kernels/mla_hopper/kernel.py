@@ -188,8 +188,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
               ROPE: gl.constexpr, ROWS: gl.constexpr, KV_TILE: gl.constexpr, ROOM: gl.constexpr,
               FP8: gl.constexpr):
     """Scores of every second KV tile, and one half of the output's columns."""
-    q, partial_out, partial_lse, out, out_lse, stride_q, stride_out, v_scale = io
-    work_indptr, tile_info, slot_row, slot_partial, query_start_loc = plan
+    q, query_start_loc, outputs, stride_q, stride_out, v_scale = io
     operands, notes, sums, bars = smem
     queries, _, _, _ = operands
     q_smem, rope_q = queries
@@ -203,7 +202,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
     O_ROW: gl.constexpr = gl.SliceLayout(1, O)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     LINE: gl.constexpr = gl.SliceLayout(1, COPY)
-    dtype: gl.constexpr = out.dtype.element_ty
+    dtype: gl.constexpr = outputs.out.dtype.element_ty
     chunk = gl.program_id(0) % CHUNKS
     worker = gl.program_id(0) // CHUNKS
     dim_q = HALF * D + gl.arange(0, D, gl.SliceLayout(0, COPY))
@@ -214,15 +213,15 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
     zero = gl.zeros([ROWS, KV_TILE], gl.float32, S)
     own_uses = 0
     other_uses = 0
-    begin = gl.load(work_indptr + worker)
-    end = gl.load(work_indptr + worker + 1)
+    begin = gl.load(plan.work_indptr + worker)
+    end = gl.load(plan.work_indptr + worker + 1)
     for number in range(begin - 1, end):
         tile = gl.where(number < begin, worker, number)
         turn = number + 1 - begin
         slots = tile * ROOM
-        num_rows = gl.load(tile_info + tile * WORDS + NUM_REQS) * EACH
+        num_rows = gl.load(plan.tile_info + tile * WORDS + NUM_REQS) * EACH
         there = row_q < num_rows
-        request = gl.load(slot_row + slots + row_q // EACH, mask=there, other=0)
+        request = gl.load(plan.slot_row + slots + row_q // EACH, mask=there, other=0)
         query, token, there = query_of(row_q, request, there, query_start_loc, HEADS, QUERY_LEN)
         at_q = token.to(gl.int64) * stride_q + row_q % HEADS * (LATENT + ROPE)
         at_q = q + gl.multiple_of(at_q, 8)[:, None]
@@ -233,7 +232,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
             row_r = chunk * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, NARROW))
             dim_r = LATENT + gl.arange(0, ROPE, gl.SliceLayout(0, NARROW))
             there_r = row_r < num_rows
-            of = gl.load(slot_row + slots + row_r // EACH, mask=there_r, other=0)
+            of = gl.load(plan.slot_row + slots + row_r // EACH, mask=there_r, other=0)
             _query, of, there_r = query_of(row_r, of, there_r, query_start_loc, HEADS, QUERY_LEN)
             at_r = of.to(gl.int64) * stride_q + row_r % HEADS * (LATENT + ROPE)
             at_r = q + gl.multiple_of(at_r, 8)[:, None] + dim_r[None, :]
@@ -305,8 +304,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
         acc = acc * gl.convert_layout(gl.where(seen, inverse, 0.0), O_ROW)[:, None]
         # looked up again: loads cost less than registers
         there_o = row_o < num_rows
-        request_o = gl.load(slot_row + slots + row_o // EACH, mask=there_o, other=0)
-        partial = gl.load(slot_partial + slots + row_o // EACH, mask=there_o, other=0)
+        request_o = gl.load(plan.slot_row + slots + row_o // EACH, mask=there_o, other=0)
+        partial = gl.load(plan.slot_partial + slots + row_o // EACH, mask=there_o, other=0)
         query, token_o, there_o = query_of(row_o, request_o, there_o, query_start_loc, HEADS,
                                            QUERY_LEN)
         token_o = token_o.to(gl.int64)
@@ -314,24 +313,24 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
         to_partial = there_o & (partial >= 0)
         head = row_o % HEADS
         at_out = token_o * gl.multiple_of(stride_out, 8) + head * LATENT
-        gl.store(out + (at_out[:, None] + dim_o[None, :]), acc.to(dtype), mask=to_out[:, None])
+        at_out = at_out[:, None] + dim_o[None, :]
+        gl.store(outputs.out + at_out, acc.to(dtype), mask=to_out[:, None])
         at_lse = (partial.to(gl.int64) * QUERY_LEN + query) * HEADS + head
         if HALF == 0:
             lse = gl.convert_layout(lse, O_ROW)
-            if out_lse is not None:
-                gl.store(out_lse + token_o * HEADS + head, lse, mask=to_out)
-            gl.store(partial_lse + at_lse, lse, mask=to_partial)
+            if outputs.out_lse is not None:
+                gl.store(outputs.out_lse + token_o * HEADS + head, lse, mask=to_out)
+            gl.store(outputs.partial_lse + at_lse, lse, mask=to_partial)
         at_partial = at_lse[:, None] * LATENT + dim_o[None, :]
-        gl.store(partial_out + at_partial, acc, mask=to_partial[:, None])
+        gl.store(outputs.partial_out + at_partial, acc, mask=to_partial[:, None])
 
 
-# not specialised: one binary serves every batch and block table
+# Not specialised: one binary serves every batch and block table. These are in no group, because
+# Triton specialises the elements of a tuple in any case.
 @gluon.jit(do_not_specialize=["block_table", "seq_lens", "query_start_loc", "stride_table",
                               "block_rows"])
-def partial_attention(halves, rope, q, block_table, seq_lens, query_start_loc, work_indptr,
-                      tile_info, slot_row, slot_partial, slot_end, part_row, part_pos,
-                      part_readers, partial_out, partial_lse, out, out_lse, block_rows,
-                      stride_table, stride_q, stride_out, qk_scale, q_scale, k_scale, v_scale,
+def partial_attention(halves, rope, q, block_table, seq_lens, query_start_loc, plan, outputs,
+                      block_rows, stride_table, stride_q, stride_out, qk_scale, extras,
                       HEADS: gl.constexpr, QUERY_LEN: gl.constexpr, LATENT: gl.constexpr,
                       ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
                       UNIT: gl.constexpr, CHUNKS: gl.constexpr, ROWS: gl.constexpr,
@@ -342,11 +341,11 @@ def partial_attention(halves, rope, q, block_table, seq_lens, query_start_loc, w
 
     halves, rope: tensor descriptors of the cache, one row a token, with boxes of ``UNIT`` tokens
     and half of the compressed KV, or the rotated part.
-    out_lse: as ``out`` without its last dimension. q_scale, k_scale, v_scale: float32 ``[1]`` where
-    queries and cache are e4m3. For each that is None Triton makes a binary without it.
+    plan: ``common.arrays.PlanArrays``. outputs: ``common.groups.Outputs``. extras: ``LayerExtras``,
+    of which scales are read, ``[1]``.
     """
     wait_for_launch_before()
-    FP8: gl.constexpr = v_scale is not None
+    FP8: gl.constexpr = extras.v_scale is not None
     dtype: gl.constexpr = q.dtype.element_ty
     ITEM: gl.constexpr = dtype.primitive_bitwidth // 8
     D: gl.constexpr = LATENT // 2
@@ -369,7 +368,7 @@ def partial_attention(halves, rope, q, block_table, seq_lens, query_start_loc, w
         )
         v_smem = gl.allocate_shared_memory(gl.float16, [WIDE_HALVES, KV_TILE, D], WIDE)
         p_smem = gl.allocate_shared_memory(gl.float16, [2, ROWS, KV_TILE], WIDE)
-        qk_scale *= gl.load(q_scale) * gl.load(k_scale)
+        qk_scale *= gl.load(extras.q_scale) * gl.load(extras.k_scale)
     NOTES: gl.constexpr = 4 if FP8 else 2  # KV tiles that are described
     spans_of = gl.allocate_shared_memory(gl.int32, [2 * NOTES, 32], PLAIN)
     spans = reinterpret(spans_of, gl.int32, [NOTES, KV_TILE], PLAIN)
@@ -389,8 +388,7 @@ def partial_attention(halves, rope, q, block_table, seq_lens, query_start_loc, w
             # by the tile's consumer and the warps that widen
             mbarrier.init(bars.index(READ + i), count=1 + WIDE_WARPS)
     fence_async_shared()
-    io = (q, partial_out, partial_lse, out, out_lse, stride_q, stride_out, v_scale)
-    plan = (work_indptr, tile_info, slot_row, slot_partial, query_start_loc)
+    io = (q, query_start_loc, outputs, stride_q, stride_out, extras.v_scale)
     notes = (spans, words, maxima)
     smem = (((q_smem, rope_q), (k_smem, rope_k), v_smem, p_smem), notes, sums, bars)
     WORKERS: gl.constexpr = 2 + WIDE_WARPS if FP8 else 2  # partitions after the first
@@ -400,13 +398,12 @@ def partial_attention(halves, rope, q, block_table, seq_lens, query_start_loc, w
                          KV_TILE, ROOM, FP8)),
             (_consumer, (1, io, plan, qk_scale, smem, HEADS, QUERY_LEN, CHUNKS, LATENT, ROPE, ROWS,
                          KV_TILE, ROOM, FP8)),
-            (produce, (halves, rope, block_table, seq_lens, query_start_loc, work_indptr,
-                       tile_info, slot_row, slot_end, part_row, part_pos, part_readers,
-                       stride_table, block_rows, k_smem, rope_k, spans_of, meta, bars, HEADS,
-                       QUERY_LEN, CHUNKS, LATENT, ROPE, BLOCK_SIZE, UNIT, KV_TILE, ROOM, FP8)),
-            (widen, (0, work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
-            (widen, (1, work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
-            (widen, (2, work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
+            (produce, (halves, rope, block_table, seq_lens, query_start_loc, plan, stride_table,
+                       block_rows, k_smem, rope_k, spans_of, meta, bars, HEADS, QUERY_LEN, CHUNKS,
+                       LATENT, ROPE, BLOCK_SIZE, UNIT, KV_TILE, ROOM, FP8)),
+            (widen, (0, plan.work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
+            (widen, (1, plan.work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
+            (widen, (2, plan.work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
         ][: 1 + WORKERS],
         [4, 1, 1, 1, 1][:WORKERS],
         [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS,

@@ -92,7 +92,6 @@ def latent_partial_attention(
     rows = query_len * num_heads
     block_size = t.k_cache.shape[1]
     unit = kv_tiling(block_size).unit
-    arrays = PlanArrays(**plan)
     chunks = LATENT_TILE.chunks(rows)
     block_rows, halves, rope = descriptors(t.k_cache, unit)
     # fmt: off
@@ -100,11 +99,9 @@ def latent_partial_attention(
         partial_attention, (num_workers * chunks,),
         halves, rope, t.q, t.block_table, t.seq_lens,
         t.seq_lens if t.query_start_loc is None else t.query_start_loc,
-        arrays.work_indptr, arrays.tile_info, arrays.slot_row, arrays.slot_partial,
-        arrays.slot_end, arrays.part_row, arrays.part_pos, arrays.part_readers,
-        t.partial_out, t.partial_lse, t.out, t.out_lse,
+        PlanArrays(**plan), t.outputs,
         block_rows, t.block_table.stride(0), t.q.stride(0), t.out.stride(0),
-        score_factors(0.0, sm_scale)[0], t.extras.q_scale, t.extras.k_scale, t.extras.v_scale,
+        score_factors(0.0, sm_scale)[0], t.extras,
         HEADS=num_heads,
         QUERY_LEN=query_len,
         LATENT=rank,

@@ -69,30 +69,29 @@ def query_of(row, request, there, query_start_loc, HEADS: gl.constexpr, QUERY_LE
 
 
 @gluon.jit
-def _work_tile(tile, r, tile_info, slot_row, slot_end, ROOM: gl.constexpr):
+def _work_tile(tile, r, plan, ROOM: gl.constexpr):
     """Number of requests, first part, KV tiles of planned and of new parts; of each request its
     batch row and the token at which its part for new tokens begins.
     """
-    num_reqs = gl.load(tile_info + tile * WORDS + NUM_REQS)
-    first = gl.load(tile_info + tile * WORDS + FIRST_PART)
-    packed = gl.load(tile_info + tile * WORDS + PLANNED_KV_TILES)
-    new = gl.load(tile_info + tile * WORDS + NEW_KV_TILES)
-    request = gl.load(slot_row + tile * ROOM + r, mask=r < ROOM, other=0)
-    planned_end = gl.load(slot_end + tile * ROOM + r, mask=r < ROOM, other=FAR)
+    num_reqs = gl.load(plan.tile_info + tile * WORDS + NUM_REQS)
+    first = gl.load(plan.tile_info + tile * WORDS + FIRST_PART)
+    packed = gl.load(plan.tile_info + tile * WORDS + PLANNED_KV_TILES)
+    new = gl.load(plan.tile_info + tile * WORDS + NEW_KV_TILES)
+    request = gl.load(plan.slot_row + tile * ROOM + r, mask=r < ROOM, other=0)
+    planned_end = gl.load(plan.slot_end + tile * ROOM + r, mask=r < ROOM, other=FAR)
     return num_reqs, first, packed, new, request, planned_end
 
 
 @gluon.jit
-def _parts(n, first, packed, new, lane, part_row, part_pos, part_readers, UNIT: gl.constexpr,
-           PARTS: gl.constexpr):
+def _parts(n, first, packed, new, lane, plan, UNIT: gl.constexpr, PARTS: gl.constexpr):
     """Batch row, first token and readers of 32 parts, those of KV tile ``n`` in each lane."""
     late = gl.maximum(n - packed, 0)
     rounds = late // gl.maximum(new, 1)
     at = first + gl.where(n < packed, n, packed + late - rounds * new) * PARTS + lane % PARTS
     there = (n < packed) | (new > 0)
-    row = gl.load(part_row + at, mask=there, other=0)
-    pos = gl.load(part_pos + at, mask=there, other=0) + rounds * UNIT
-    return row, pos, gl.load(part_readers + at, mask=there, other=0)
+    row = gl.load(plan.part_row + at, mask=there, other=0)
+    pos = gl.load(plan.part_pos + at, mask=there, other=0) + rounds * UNIT
+    return row, pos, gl.load(plan.part_readers + at, mask=there, other=0)
 
 
 @gluon.jit
@@ -118,9 +117,8 @@ def _places(inside, row, pos, readers, table, stride_table, seq_lens, query_star
 
 
 @gluon.jit
-def produce(halves, rope, table, seq_lens, query_start_loc, work_indptr, tile_info, slot_row,
-            slot_end, part_row, part_pos, part_readers, stride_table, block_rows, kv_smem,
-            rope_smem, spans, meta, bars, HEADS: gl.constexpr, QUERY_LEN: gl.constexpr,
+def produce(halves, rope, table, seq_lens, query_start_loc, plan, stride_table, block_rows,
+            kv_smem, rope_smem, spans, meta, bars, HEADS: gl.constexpr, QUERY_LEN: gl.constexpr,
             CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
             BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, KV_TILE: gl.constexpr,
             ROOM: gl.constexpr, FP8: gl.constexpr):
@@ -135,15 +133,13 @@ def produce(halves, rope, table, seq_lens, query_start_loc, work_indptr, tile_in
     worker = gl.program_id(0) // CHUNKS
     # The first tile has the worker's number. It is looked up with as few loads after each other
     # as can be, because the CTA waits for it.
-    num_reqs, first, packed, new, request, planned_end = _work_tile(
-        worker, r, tile_info, slot_row, slot_end, ROOM)
-    begin = gl.load(work_indptr + worker)
-    end = gl.load(work_indptr + worker + 1)
+    num_reqs, first, packed, new, request, planned_end = _work_tile(worker, r, plan, ROOM)
+    begin = gl.load(plan.work_indptr + worker)
+    end = gl.load(plan.work_indptr + worker + 1)
     uses_0 = 0  # of either stage by the work tiles before
     uses_1 = 0
     for number in range(begin - 1, end):
-        batch_row, pos, readers = _parts(
-            lane // PARTS, first, packed, new, lane, part_row, part_pos, part_readers, UNIT, PARTS)
+        batch_row, pos, readers = _parts(lane // PARTS, first, packed, new, lane, plan, UNIT, PARTS)
         length = gl.load(seq_lens + request, mask=r < num_reqs, other=0)
         growth = gl.maximum(gl.max((length - planned_end + UNIT - 1) // UNIT, 0), 0)
         steps = packed + new * growth
@@ -212,9 +208,8 @@ def produce(halves, rope, table, seq_lens, query_start_loc, work_indptr, tile_in
                                    kv_smem.index(other).slice(j * UNIT, UNIT, 0))
                 if k == 0:  # early enough that no copy waits for the block table
                     ahead = (batch + 1) * BATCH + lane // PARTS
-                    batch_row, pos, readers = _parts(
-                        ahead, first, packed, new, lane, part_row, part_pos, part_readers, UNIT,
-                        PARTS)
+                    batch_row, pos, readers = _parts(ahead, first, packed, new, lane, plan,
+                                                     UNIT, PARTS)
                     next_cache_row, next_tokens, next_span, next_seen = _places(
                         ahead < steps, batch_row, pos, readers, table, stride_table, seq_lens,
                         query_start_loc, block_rows, HEADS, QUERY_LEN, BLOCK_SIZE, UNIT)
@@ -226,4 +221,4 @@ def produce(halves, rope, table, seq_lens, query_start_loc, work_indptr, tile_in
         uses_1 += tiles // 2
         # of the next tile; after the last one of any that is there
         num_reqs, first, packed, new, request, planned_end = _work_tile(
-            gl.where(number + 1 < end, number + 1, worker), r, tile_info, slot_row, slot_end, ROOM)
+            gl.where(number + 1 < end, number + 1, worker), r, plan, ROOM)

@@ -200,23 +200,22 @@ def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_b
 
 
 @triton.jit
-def _parts_of(n, parts, part, first, packed, opened, new, steps, PARTS: tl.constexpr):
+def _parts_of(n, plan, part, first, packed, opened, new, steps, PARTS: tl.constexpr):
     """Location of KV tile ``n`` of ``steps``: how often the new parts came before it, and batch
     row, position and readers of each of its parts.
     """
-    part_row, part_pos, part_readers = parts
     rounds = tl.maximum(n - packed, 0) // tl.maximum(new, 1)
     entry = tl.maximum(n - packed, 0) - rounds * new
     at = tl.where(n < packed, first + n * PARTS, opened + entry * PARTS) + part
     # a block, like the loads: Triton 3.9's interpreter turns a scalar mask into an int32 block
     more = part * 0 + n < steps
-    kv_row = tl.load(part_row + at, mask=more, other=0)
-    start = tl.load(part_pos + at, mask=more, other=0)
-    return rounds, kv_row, start, tl.load(part_readers + at, mask=more, other=0)
+    kv_row = tl.load(plan.part_row + at, mask=more, other=0)
+    start = tl.load(plan.part_pos + at, mask=more, other=0)
+    return rounds, kv_row, start, tl.load(plan.part_readers + at, mask=more, other=0)
 
 
 @triton.jit
-def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_table, stride_table,
+def _attend_parts(state, q, first, packed, opened, new, steps, plan, block_table, stride_table,
                   seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row, query,
                   first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
                   HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
@@ -227,14 +226,13 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     then ``new`` ones from ``opened`` on, repeatedly, each time one unit further.
     """
     m, total, acc = state
-    part_row, part_pos, part_readers = parts
     PARTS: tl.constexpr = KV_TILE_SIZE // UNIT
     part = tl.arange(0, KV_TILE_SIZE) // UNIT
     in_part = tl.arange(0, KV_TILE_SIZE) % UNIT
     at = first + part  # without planned parts, those for new tokens start here
-    kv_row = tl.load(part_row + at)
-    start = tl.load(part_pos + at)
-    readers = tl.load(part_readers + at)
+    kv_row = tl.load(plan.part_row + at)
+    start = tl.load(plan.part_pos + at)
+    readers = tl.load(plan.part_readers + at)
     pos = start + in_part
     column, place = _in_blocks(start, in_part, BLOCK_SIZE, UNIT == BLOCK_SIZE)
     # the first and the end, 16 bits each, as in readers; inverted where they are equal: see below
@@ -248,7 +246,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
             word = _settled(tl.load(tree_mask + token * stride_mask + i))
             mask_words += (word,)  # type: ignore[assignment]
     n = 1  # the next KV tile
-    rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new, steps,
+    rounds, kv_row, start, readers = _parts_of(n, plan, part, first, packed, opened, new, steps,
                                                PARTS)
     for _ in tl.range(0, steps, num_stages=STAGES, disable_licm=HOIST < 1):
         span = tl.where(pos < length, rows if R > 1 else ~rows, 0)
@@ -267,7 +265,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
                         mask=column < stride_table, other=0)
         length = tl.load(seq_lens + kv_row)
         n += 1
-        rounds, kv_row, start, readers = _parts_of(n, parts, part, first, packed, opened, new,
+        rounds, kv_row, start, readers = _parts_of(n, plan, part, first, packed, opened, new,
                                                    steps, PARTS)
         if slope is not None or WINDOW > 0:
             here = _settled(here)
@@ -293,29 +291,25 @@ def _attend_parts(state, q, first, packed, opened, new, steps, parts, block_tabl
     return m, total, acc
 
 
-# not specialised: one binary serves every batch and block table
+# Not specialised: one binary serves every batch and block table. These are in no group, because
+# Triton specialises the elements of a tuple in any case.
 @triton.jit(do_not_specialize=[
     "block_table", "seq_lens", "query_start_loc", "tree_mask", "stride_table", "stride_mask",
     "q_scale_stride", "k_scale_stride", "v_scale_stride"])
-def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask,
-                      work_indptr, tile_info, slot_row, slot_partial, slot_end, run_row,
-                      run_start, run_end, run_readers, part_row, part_pos, part_readers,
-                      partial_out, partial_lse, out, out_lse, sinks, alibi_slopes, q_scale,
-                      k_scale, v_scale, q_scale_stride, k_scale_stride, v_scale_stride, cap_rate,
-                      stride_block, stride_token, stride_head, stride_table, stride_q, stride_out,
-                      stride_mask, qk_scale, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-                      HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                      UNIT: tl.constexpr, QUERY_LEN: tl.constexpr, RAGGED: tl.constexpr,
-                      TREE: tl.constexpr, WINDOW: tl.constexpr, CHUNKS: tl.constexpr,
-                      Q_TILE_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
-                      HOIST: tl.constexpr):
+def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask, plan,
+                      outputs, strides, stride_table, stride_mask, qk_scale, cap_rate, extras,
+                      q_scale_stride, k_scale_stride, v_scale_stride, Q_HEADS: tl.constexpr,
+                      KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+                      BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, QUERY_LEN: tl.constexpr,
+                      RAGGED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+                      CHUNKS: tl.constexpr, Q_TILE_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr,
+                      STAGES: tl.constexpr, HOIST: tl.constexpr):
     """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest.
 
-    out_lse: as ``out`` without its last dimension. sinks, alibi_slopes: one for each query head.
-    q_scale, k_scale, v_scale: float32 of KV head ``h`` at ``h * *_scale_stride``. cap_rate:
-    see ``_scores``; qk_scale is then the cap times log2(e). For each that is None Triton makes a
-    binary without it. WINDOW: tokens that a query sees, its own included; 0 for all. HOIST: see
-    ``catalog.QTile``.
+    plan: ``common.arrays.PlanArrays``. outputs, strides: ``common.groups``. extras:
+    ``LayerExtras``, with the scales of KV head ``h`` at ``h * *_scale_stride``; its soft cap is
+    passed as cap_rate, see ``_scores``, and qk_scale is then the cap times log2(e). WINDOW: tokens
+    that a query sees, its own included; 0 for all. HOIST: see ``catalog.QTile``.
     """
     G: tl.constexpr = Q_HEADS // KV_HEADS
     R: tl.constexpr = QUERY_LEN * G  # rows of a request: query by query, head by head in each
@@ -323,15 +317,15 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
     chunk = (tl.program_id(0) // KV_HEADS) % CHUNKS
     worker = tl.program_id(0) // (KV_HEADS * CHUNKS)
     # 16-byte loads where head_dim allows them: the launcher's caller has checked it
-    ALIGN: tl.constexpr = 16 if k_scale is not None and HEAD_DIM % 16 == 0 else 8  # type: ignore
-    stride_block = tl.multiple_of(stride_block, ALIGN)
-    stride_token = tl.multiple_of(stride_token, ALIGN)
-    k_head = k_cache + tl.multiple_of(kv_head.to(tl.int64) * stride_head, ALIGN)
-    v_head = v_cache + tl.multiple_of(kv_head.to(tl.int64) * stride_head, ALIGN)
-    if k_scale is not None:
-        scale = tl.load(k_scale + kv_head * k_scale_stride)
-        if q_scale is not None:
-            scale *= tl.load(q_scale + kv_head * q_scale_stride)
+    ALIGN: tl.constexpr = 16 if extras.k_scale is not None and HEAD_DIM % 16 == 0 else 8  # type: ignore
+    stride_block = tl.multiple_of(strides.block, ALIGN)
+    stride_token = tl.multiple_of(strides.token, ALIGN)
+    k_head = k_cache + tl.multiple_of(kv_head.to(tl.int64) * strides.head, ALIGN)
+    v_head = v_cache + tl.multiple_of(kv_head.to(tl.int64) * strides.head, ALIGN)
+    if extras.k_scale is not None:
+        scale = tl.load(extras.k_scale + kv_head * k_scale_stride)
+        if extras.q_scale is not None:
+            scale *= tl.load(extras.q_scale + kv_head * q_scale_stride)
         if cap_rate is not None:
             cap_rate *= scale
         else:
@@ -339,19 +333,18 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
     row = chunk * Q_TILE_SIZE + tl.arange(0, Q_TILE_SIZE)
     query = row % R // G
     q_head = kv_head * G + row % G
-    parts = (part_row, part_pos, part_readers)
-    for tile in tl.range(tl.load(work_indptr + worker), tl.load(work_indptr + worker + 1),
+    for tile in tl.range(tl.load(plan.work_indptr + worker), tl.load(plan.work_indptr + worker + 1),
                          disable_licm=HOIST < 2):
-        slots = tl.load(tile_info + tile * WORDS + FIRST_SLOT)
-        num_rows = tl.load(tile_info + tile * WORDS + NUM_REQS) * R
-        first_run = tl.load(tile_info + tile * WORDS + FIRST_RUN)
-        last_run = tl.load(tile_info + tile * WORDS + END_RUN)
-        first = tl.load(tile_info + tile * WORDS + FIRST_PART)
-        packed = tl.load(tile_info + tile * WORDS + PLANNED_KV_TILES)
-        new = tl.load(tile_info + tile * WORDS + NEW_KV_TILES)
+        slots = tl.load(plan.tile_info + tile * WORDS + FIRST_SLOT)
+        num_rows = tl.load(plan.tile_info + tile * WORDS + NUM_REQS) * R
+        first_run = tl.load(plan.tile_info + tile * WORDS + FIRST_RUN)
+        last_run = tl.load(plan.tile_info + tile * WORDS + END_RUN)
+        first = tl.load(plan.tile_info + tile * WORDS + FIRST_PART)
+        packed = tl.load(plan.tile_info + tile * WORDS + PLANNED_KV_TILES)
+        new = tl.load(plan.tile_info + tile * WORDS + NEW_KV_TILES)
         there = row < num_rows
-        request = tl.load(slot_row + slots + row // R, mask=there, other=0)
-        planned_end = tl.load(slot_end + slots + row // R, mask=there, other=FAR)
+        request = tl.load(plan.slot_row + slots + row // R, mask=there, other=0)
+        planned_end = tl.load(plan.slot_end + slots + row // R, mask=there, other=FAR)
         length = tl.load(seq_lens + request, mask=there, other=0)
         growth = tl.maximum(tl.max((length - planned_end + UNIT - 1) // UNIT, 0), 0)
         token = request
@@ -360,7 +353,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
             token, queries, there = _queries_of(request, there, query, query_start_loc, QUERY_LEN,
                                                 RAGGED)
             first_query = length - queries
-        at = (token.to(tl.int64) * stride_q + q_head * HEAD_DIM)[:, None]
+        at = (token.to(tl.int64) * strides.q + q_head * HEAD_DIM)[:, None]
         q_tile = _load(q, at, there[:, None], tl.float16, HEAD_DIM, COLUMNS)
 
         m = tl.full([Q_TILE_SIZE], float("-inf"), tl.float32)
@@ -368,52 +361,53 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
         acc = ()
         for _ in tl.static_range(len(q_tile)):
             acc += (tl.zeros([Q_TILE_SIZE, COLUMNS], tl.float32),)  # type: ignore[assignment]
-        if sinks is not None:  # counts in outputs, not in partial results
-            partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
-            sink = tl.load(sinks + q_head).to(tl.float32) * LOG2E
+        if extras.sinks is not None:  # counts in outputs, not in partial results
+            partial = tl.load(plan.slot_partial + slots + row // R, mask=there, other=-1)
+            sink = tl.load(extras.sinks + q_head).to(tl.float32) * LOG2E
             m = tl.where(partial < 0, sink, m)
             total = tl.where(partial < 0, 1.0, total)
         slope = None
         position = None
-        if alibi_slopes is not None:
-            slope = tl.load(alibi_slopes + q_head) * (LOG2E / qk_scale)
-        if alibi_slopes is not None or WINDOW > 0:
+        if extras.alibi_slopes is not None:
+            slope = tl.load(extras.alibi_slopes + q_head) * (LOG2E / qk_scale)
+        if extras.alibi_slopes is not None or WINDOW > 0:
             position = first_query + query if QUERY_LEN > 1 else length - 1
         for run in tl.range(first_run, last_run, disable_licm=HOIST < 2):
-            readers = tl.load(run_readers + run)
+            readers = tl.load(plan.run_readers + run)
             reads = (row >= (readers & 0xFFFF) * R) & (row < (readers >> 16) * R)
-            table_row = block_table + tl.load(run_row + run).to(tl.int64) * stride_table
+            table_row = block_table + tl.load(plan.run_row + run).to(tl.int64) * stride_table
             m, total, acc = _attend_run(
-                (m, total, acc), q_tile, tl.load(run_start + run), tl.load(run_end + run), reads,
-                table_row, k_head, v_head, stride_block, stride_token, qk_scale, slope, position,
-                cap_rate, HEAD_DIM, COLUMNS, BLOCK_SIZE, WINDOW, UNIT, KV_TILE_SIZE, STAGES, HOIST)
+                (m, total, acc), q_tile, tl.load(plan.run_start + run), tl.load(plan.run_end + run),
+                reads, table_row, k_head, v_head, stride_block, stride_token, qk_scale, slope,
+                position, cap_rate, HEAD_DIM, COLUMNS, BLOCK_SIZE, WINDOW, UNIT, KV_TILE_SIZE,
+                STAGES, HOIST)
         steps = packed + new * growth
         opened = first + packed * (KV_TILE_SIZE // UNIT)
         if steps > 0:
             m, total, acc = _attend_parts(
-                (m, total, acc), q_tile, first, packed, opened, new, steps, parts, block_table,
+                (m, total, acc), q_tile, first, packed, opened, new, steps, plan, block_table,
                 stride_table, seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row,
                 query, first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
                 HEAD_DIM, COLUMNS, R, BLOCK_SIZE, UNIT, ALIGN, QUERY_LEN, TREE, WINDOW,
                 KV_TILE_SIZE, STAGES, HOIST)
 
-        partial = tl.load(slot_partial + slots + row // R, mask=there, other=-1)
+        partial = tl.load(plan.slot_partial + slots + row // R, mask=there, other=-1)
         seen = total > 0
         factor = tl.where(seen, 1.0 / total, 0.0)
-        if v_scale is not None:
-            factor *= tl.load(v_scale + kv_head * v_scale_stride)
+        if extras.v_scale is not None:
+            factor *= tl.load(extras.v_scale + kv_head * v_scale_stride)
         to_out = there & (partial < 0)
         to_partial = there & (partial >= 0)
         if tl.max(to_out.to(tl.int32), 0) != 0:
             out_token = _settled(tl.where(to_out, token, -1))
-            at = (out_token.to(tl.int64) * stride_out + q_head * HEAD_DIM)[:, None]
-            _store(out, at, (out_token >= 0)[:, None], acc, factor, HEAD_DIM, COLUMNS)
-            if out_lse is not None:
+            at = (out_token.to(tl.int64) * strides.out + q_head * HEAD_DIM)[:, None]
+            _store(outputs.out, at, (out_token >= 0)[:, None], acc, factor, HEAD_DIM, COLUMNS)
+            if outputs.out_lse is not None:
                 lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("-inf"))
-                tl.store(out_lse + token.to(tl.int64) * Q_HEADS + q_head, lse, mask=to_out)
+                tl.store(outputs.out_lse + token.to(tl.int64) * Q_HEADS + q_head, lse, mask=to_out)
         if tl.max(to_partial.to(tl.int32), 0) != 0:
             at_lse = (partial * QUERY_LEN + query).to(tl.int64) * Q_HEADS + q_head
             at = _settled(tl.where(to_partial, at_lse, -1))[:, None] * HEAD_DIM
-            _store(partial_out, at, at >= 0, acc, factor, HEAD_DIM, COLUMNS)
+            _store(outputs.partial_out, at, at >= 0, acc, factor, HEAD_DIM, COLUMNS)
             lse = tl.where(seen, (m + tl.log2(total)) * LN2, float("-inf"))
-            tl.store(partial_lse + at_lse, lse, mask=to_partial)
+            tl.store(outputs.partial_lse + at_lse, lse, mask=to_partial)

@@ -10,11 +10,8 @@ from vllm_prefixshare.core import IntArray, PieceLimits
 from vllm_prefixshare.kernels.aot.dispatch import launch, power_of_two
 from vllm_prefixshare.kernels.catalog import Gpu, QTile, portable_limits, q_tile, shifts_bits
 from vllm_prefixshare.kernels.common.arrays import PlanArrays
-from vllm_prefixshare.kernels.common.launch import (
-    scales_and_strides,
-    score_factors,
-    walk_capacity,
-)
+from vllm_prefixshare.kernels.common.groups import Strides
+from vllm_prefixshare.kernels.common.launch import scale_strides, score_factors, walk_capacity
 from vllm_prefixshare.kernels.common.layout import KvTiling, walk_layout
 from vllm_prefixshare.kernels.interface import Capacity, Tensors
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
@@ -43,9 +40,9 @@ def portable_partial_attention(
     """
     num_qo_heads, head_dim = t.q.shape[1:]
     block_size, num_kv_heads = t.k_cache.shape[1:3]
+    block, token, head = t.k_cache.stride()[:3]
     rows_per_request = query_len * num_qo_heads // num_kv_heads
     chunks = tile.chunks(rows_per_request)
-    arrays = PlanArrays(**plan)
     qk_scale, cap_rate = score_factors(t.extras.soft_cap, sm_scale)
     launch(
         partial_attention,
@@ -57,34 +54,15 @@ def portable_partial_attention(
         t.seq_lens,
         t.seq_lens if t.query_start_loc is None else t.query_start_loc,
         t.seq_lens if t.tree_mask is None else t.tree_mask,
-        arrays.work_indptr,
-        arrays.tile_info,
-        arrays.slot_row,
-        arrays.slot_partial,
-        arrays.slot_end,
-        arrays.run_row,
-        arrays.run_start,
-        arrays.run_end,
-        arrays.run_readers,
-        arrays.part_row,
-        arrays.part_pos,
-        arrays.part_readers,
-        t.partial_out,
-        t.partial_lse,
-        t.out,
-        t.out_lse,
-        t.extras.sinks,
-        t.extras.alibi_slopes,
-        *scales_and_strides(t.extras),
-        cap_rate,
-        t.k_cache.stride(0),
-        t.k_cache.stride(1),
-        t.k_cache.stride(2),
+        PlanArrays(**plan),
+        t.outputs,
+        Strides(block, token, head, t.q.stride(0), t.out.stride(0)),
         t.block_table.stride(0),
-        t.q.stride(0),
-        t.out.stride(0),
         0 if t.tree_mask is None else t.tree_mask.stride(0),
         qk_scale,
+        cap_rate,
+        t.extras,
+        *scale_strides(t.extras),
         Q_HEADS=num_qo_heads,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
