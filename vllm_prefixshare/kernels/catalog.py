@@ -106,75 +106,60 @@ class QTile:
         return -(-rows_per_request // self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class HopperShape:
-    """Compile-time shape of the Hopper kernel.
+class HopperShape(NamedTuple):
+    """Compile-time shape of the Hopper kernel, which takes it as one argument: fields only, because
+    Triton keeps binaries by the text of their arguments.
 
-    window: tokens that a query sees; 0 for all.
+    rows: query rows of a request on one KV head. chunks: CTAs for them, 128 rows each.
+    padded_dim: ``head_dim`` rounded up to a power of two.
+    window: tokens that a query sees, its own included; 0 for all.
+    piece: tokens of a block that TMA fetches at once, a power of two.
+    kv_tile: tokens that one iteration of the inner loop multiplies. stages: KV tiles in shared
+        memory.
+    max_tile_requests, max_tile_runs: maximum number of requests, and of KV ranges, of a work tile;
+        KV ranges are a power of two.
     """
 
     num_qo_heads: int
     num_kv_heads: int
-    head_dim: int
-    block_size: int
     query_len: int
-    quantised: bool = False
-    window: int = 0
-
-    @property
-    def rows(self) -> int:
-        """Query rows of a request on one KV head."""
-        return self.query_len * self.num_qo_heads // self.num_kv_heads
-
-    @property
-    def chunks(self) -> int:
-        """CTAs for the query rows of a request, 128 rows each."""
-        return -(-self.rows // 128)
-
-    @property
-    def max_tile_requests(self) -> int:
-        """Maximum number of requests of a work tile."""
-        return max(1, 2 * (64 // self.rows))  # the same number in each half
-
-    @property
-    def max_tile_runs(self) -> int:
-        """Maximum number of KV ranges of a work tile, a power of two."""
-        # each request has a private range, and n requests share at most n - 1 nodes
-        return max(32, 1 << (2 * self.max_tile_requests - 1).bit_length())
-
-    @property
-    def padded_dim(self) -> int:
-        """``head_dim`` rounded up to a power of two."""
-        return 1 << (self.head_dim - 1).bit_length()
-
-    @property
-    def kv_tile(self) -> int:
-        """Tokens that one iteration of the inner loop multiplies."""
-        return kv_tile(self.head_dim)
-
-    @property
-    def piece(self) -> int:
-        """Tokens that TMA fetches at once."""
-        return part_size(self.block_size)
-
-    @property
-    def stages(self) -> int:
-        """KV tiles in shared memory."""
-        if self.quantised:  # half the bytes, and room for V twice in float16
-            return {64: 6, 128: 4, 256: 3}[self.padded_dim]
-        return {64: 4, 128: 3, 256: 2}[self.padded_dim]
+    rows: int
+    chunks: int
+    head_dim: int
+    padded_dim: int
+    block_size: int
+    window: int
+    piece: int
+    kv_tile: int
+    stages: int
+    max_tile_requests: int
+    max_tile_runs: int
 
 
 def hopper_shape(attention: AttentionConfig, query_len: int) -> HopperShape:
     """Compile-time shape of the kernel for a layer."""
+    rows = query_len * attention.gqa_group_size
+    padded_dim = 1 << (attention.head_dim - 1).bit_length()
+    stages = {64: 4, 128: 3, 256: 2}
+    if attention.kv_dtype is not None:  # half the bytes, and room for V twice in float16
+        stages = {64: 6, 128: 4, 256: 3}
+    max_tile_requests = max(1, 2 * (64 // rows))  # the same number in each half
     return HopperShape(
         attention.num_qo_heads,
         attention.num_kv_heads,
-        attention.head_dim,
-        attention.block_size,
         query_len,
-        attention.kv_dtype is not None,
+        rows,
+        -(-rows // 128),
+        attention.head_dim,
+        padded_dim,
+        attention.block_size,
         attention.sliding_window or 0,
+        part_size(attention.block_size),
+        kv_tile(attention.head_dim),
+        stages[padded_dim],
+        max_tile_requests,
+        # each request has a private range, and n requests share at most n - 1 nodes
+        max(32, 1 << (2 * max_tile_requests - 1).bit_length()),
     )
 
 

@@ -91,18 +91,16 @@ def _exponent(s, m, qk_scale, cap_rate):
 
 @gluon.jit
 def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, meta,
-              Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
-              QUERY_LEN: gl.constexpr, TREE: gl.constexpr, HEAD_DIM: gl.constexpr,
-              D: gl.constexpr, WINDOW: gl.constexpr, PIECE: gl.constexpr, KV_TILE: gl.constexpr,
-              STAGES: gl.constexpr):
+              SHAPE: gl.constexpr, TREE: gl.constexpr):
     """Attention of 64 rows over the KV tiles that any of them reads."""
     (q, seq_lens, query_start, outputs, sinks, tree_mask, tree_words, stride_q, stride_out,
      cap_rate, widening) = io
     v_scale, wide, wide_bars = widening
-    G: gl.constexpr = Q_HEADS // KV_HEADS
-    R: gl.constexpr = QUERY_LEN * G
-    SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
-    NB: gl.constexpr = KV_TILE // PIECE
+    G: gl.constexpr = SHAPE.num_qo_heads // SHAPE.num_kv_heads
+    R: gl.constexpr = SHAPE.rows
+    SLOTS: gl.constexpr = SHAPE.max_tile_requests
+    D: gl.constexpr = SHAPE.padded_dim
+    KV_TILE: gl.constexpr = SHAPE.kv_tile
     # of V's product, see docs/notes/softmax-and-products.md
     PARTS: gl.constexpr = 4 if D == 128 else 2
     FP8: gl.constexpr = v_scale is not None
@@ -120,7 +118,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
     Q_ROW: gl.constexpr = gl.SliceLayout(1, Q)
     dtype: gl.constexpr = outputs.out.dtype.element_ty
     weights: gl.constexpr = gl.float16 if FP8 else dtype
-    worker, head, chunk = place_of_block(KV_HEADS, CHUNKS, G)
+    worker, head, chunk = place_of_block(SHAPE)
     low = HALF * HALF_ROWS
     high = low + HALF_ROWS
     q_tile = q_smem.index(HALF)
@@ -163,29 +161,29 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
         partial = gl.load(plan.slot_partial + slot)
         there = row_q // R < end - begin
         token = request
-        if QUERY_LEN > 1:
+        if SHAPE.query_len > 1:
             token = gl.load(query_start + request, mask=there, other=0) + (row_q % R) // G
             there = there & (token < gl.load(query_start + request + 1, mask=there, other=0))
         head_q = head * G + row_q % R % G
         # 16-byte loads and stores: the caller has checked it
-        at = gl.multiple_of(token.to(gl.int64) * stride_q + head_q * HEAD_DIM, 8)
-        inside = there[:, None] & (dim_q < HEAD_DIM)[None, :]
+        at = gl.multiple_of(token.to(gl.int64) * stride_q + head_q * SHAPE.head_dim, 8)
+        inside = there[:, None] & (dim_q < SHAPE.head_dim)[None, :]
         q_regs = gl.load(q + at[:, None] + dim_q[None, :], mask=inside, other=0.0)
         barrier()
         q_tile.store(q_regs)
         fence_async_shared()
         barrier()
         query = row_s * 0
-        if QUERY_LEN > 1:
+        if SHAPE.query_len > 1:
             query = (base - low + row_s) % R // G
         mask_words = ()
         if TREE:  # here, because in the loop it would be a load for each score
             mask_at = tree_mask + gl.convert_layout(gl.where(there, token, 0), S_ROW) * tree_words
-            for i in gl.static_range((QUERY_LEN + 31) // 32):
+            for i in gl.static_range((SHAPE.query_len + 31) // 32):
                 mask_words += (gl.load(mask_at + i),)  # type: ignore[assignment]
-        if WINDOW > 0:
+        if SHAPE.window > 0:
             position = gl.load(seq_lens + request, mask=there, other=0) - 1
-            if QUERY_LEN > 1:
+            if SHAPE.query_len > 1:
                 end_token = gl.load(query_start + request + 1, mask=there, other=0)
                 position += gl.where(there, token + 1 - end_token, 0)
             query = gl.convert_layout(position, S_ROW)
@@ -219,8 +217,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 if not FP8:
                     uneven = uneven | (first > low) | (last < low + used_rows)
                 if uneven:
-                    ok = visible(meta, stage, row_s, query, mask_words, cols, QUERY_LEN, TREE,
-                                 WINDOW, NB, PIECE, KV_TILE, S)
+                    ok = visible(meta, stage, row_s, query, mask_words, cols, SHAPE, TREE, S)
                     s = gl.where(ok, s, MASKED if cap_rate is None else -1.0)
                 top = _exponent(gl.max(s, 1), 0.0, qk_scale, cap_rate)
                 if FP8:
@@ -246,11 +243,11 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 mbarrier.wait(wide_bars.index(count % WIDE_TILES), (count // WIDE_TILES) & 1)
             if FP8:
                 mbarrier.arrive(wide_bars.index(WIDE_TILES + count % WIDE_TILES), count=1)
-            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            mbarrier.arrive(bars.index(SHAPE.stages + stage), count=1)
             count += 1
             stage += 1
-            phase = gl.where(stage == STAGES, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES, 0, stage)
+            phase = gl.where(stage == SHAPE.stages, phase ^ 1, phase)
+            stage = gl.where(stage == SHAPE.stages, 0, stage)
 
         if R <= HALF_ROWS:
             launch_merging(next_tile < 0)
@@ -268,21 +265,21 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
                 barrier()
                 out_tile.store(acc.to(dtype))
                 barrier()
-                at = gl.multiple_of(token.to(gl.int64) * stride_out + head_q * HEAD_DIM, 8)
+                at = gl.multiple_of(token.to(gl.int64) * stride_out + head_q * SHAPE.head_dim, 8)
                 direct = inside & (partial < 0)[:, None]
                 gl.store(outputs.out + at[:, None] + dim_q[None, :], out_tile.load(Q), mask=direct)
             if outputs.out_lse is not None:
                 lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
-                gl.store(outputs.out_lse + token.to(gl.int64) * Q_HEADS + head_q,
+                gl.store(outputs.out_lse + token.to(gl.int64) * SHAPE.num_qo_heads + head_q,
                          gl.convert_layout(lse, Q_ROW), mask=there & (partial < 0))
             merged = there & (partial >= 0)
             if (results & PARTIAL) != 0:
                 lse = gl.where(seen, (m + gl.log2(total)) * LN2, float("-inf"))
-                lse_at = (partial * QUERY_LEN + row_q % R // G) * Q_HEADS + head_q
+                lse_at = (partial * SHAPE.query_len + row_q % R // G) * SHAPE.num_qo_heads + head_q
                 gl.store(outputs.partial_lse + lse_at, gl.convert_layout(lse, Q_ROW), mask=merged)
                 row_at = gl.convert_layout(gl.where(merged, lse_at, -1), O_ROW)
-                inside_o = (row_at >= 0)[:, None] & (dim_o < HEAD_DIM)[None, :]
-                row_at = row_at.to(gl.int64)[:, None] * HEAD_DIM
+                inside_o = (row_at >= 0)[:, None] & (dim_o < SHAPE.head_dim)[None, :]
+                row_at = row_at.to(gl.int64)[:, None] * SHAPE.head_dim
                 gl.store(outputs.partial_out + row_at + dim_o[None, :], acc, mask=inside_o)
             if R > HALF_ROWS:  # many rows take long to store and to merge
                 launch_merging(next_tile < 0)
@@ -298,27 +295,21 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, q_smem, k_smem, v_smem, ba
 def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, plan, outputs, tree_mask,
                       tree_words, stride_table, stride_q, stride_out, block_rows, head_rows,
                       head_cols, qk_scale, cap_rate, extras, q_scale_stride, k_scale_stride,
-                      v_scale_stride, Q_HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
-                      CHUNKS: gl.constexpr, QUERY_LEN: gl.constexpr, TREE: gl.constexpr,
-                      HEAD_DIM: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-                      WINDOW: gl.constexpr, PIECE: gl.constexpr, KV_TILE: gl.constexpr,
-                      STAGES: gl.constexpr, RUNS: gl.constexpr, CONSUMER_REGS: gl.constexpr,
-                      PRODUCER_REGS: gl.constexpr):
-    """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, as ``place_of_block`` orders them.
+                      v_scale_stride, SHAPE: gl.constexpr, TREE: gl.constexpr,
+                      CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr):
+    """Grid: a thread block for each work queue, chunk and KV head, in ``place_of_block``'s order.
 
     k_cache, v_cache: 2-D tensor descriptors, one row a token of one or all heads; the block of
     a head starts at ``[block * block_rows + head * head_rows, head * head_cols]``.
     plan: ``hopper.arrays.PlanArrays``. outputs: ``common.groups.Outputs``. extras: ``LayerExtras``,
     with the scales of KV head ``h`` at ``h * *_scale_stride``; its soft cap is passed as cap_rate,
     twice the softmax scale over the cap, times log2(e), or None, and qk_scale is then the cap times
-    log2(e).
-    WINDOW: tokens that a query sees, its own included; 0 for all.
-    D: ``HEAD_DIM`` rounded up to a power of two. PIECE: tokens of a block that are fetched at once,
-    a power of two that divides ``BLOCK_SIZE`` and ``KV_TILE``. RUNS: maximum KV ranges of a tile,
-    a power of two.
+    log2(e). SHAPE: ``catalog.HopperShape``.
     """
     wait_for_launch_before()
-    R: gl.constexpr = QUERY_LEN * (Q_HEADS // KV_HEADS)
+    D: gl.constexpr = SHAPE.padded_dim
+    KV_TILE: gl.constexpr = SHAPE.kv_tile
+    STAGES: gl.constexpr = SHAPE.stages
     dtype: gl.constexpr = q.dtype.element_ty
     ITEM: gl.constexpr = dtype.primitive_bitwidth // 8
     KV: gl.constexpr = gl.NVMMASharedLayout(
@@ -342,7 +333,7 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, plan, o
         for i in gl.static_range(WIDE_TILES):
             mbarrier.init(wide_bars.index(i), count=1)
             mbarrier.init(wide_bars.index(WIDE_TILES + i), count=2)
-        _, head, _ = place_of_block(KV_HEADS, CHUNKS, Q_HEADS // KV_HEADS)
+        _, head, _ = place_of_block(SHAPE)
         scale = gl.load(extras.q_scale + head * q_scale_stride)
         scale *= gl.load(extras.k_scale + head * k_scale_stride)
         widening = (gl.load(extras.v_scale + head * v_scale_stride), wide, wide_bars)
@@ -364,20 +355,13 @@ def partial_attention(k_cache, v_cache, q, table, seq_lens, query_start, plan, o
     WORKERS: gl.constexpr = 4 if FP8 else 3  # partitions after the first
     gl.warp_specialize(
         [
-            (_consumer, (0, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
-                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, WINDOW, PIECE,
-                         KV_TILE, STAGES)),
-            (_consumer, (1, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, Q_HEADS,
-                         KV_HEADS, CHUNKS, QUERY_LEN, TREE, HEAD_DIM, D, WINDOW, PIECE,
-                         KV_TILE, STAGES)),
+            (_consumer, (0, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, SHAPE, TREE)),
+            (_consumer, (1, io, plan, qk_scale, q_smem, k_smem, v_smem, bars, words, SHAPE, TREE)),
             (produce, (True, k_cache, table, seq_lens, query_start, plan, stride_table, where,
-                       k_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D, BLOCK_SIZE, WINDOW,
-                       PIECE, KV_TILE, STAGES, RUNS, ITEM)),
+                       k_smem, bars, meta, SHAPE, ITEM)),
             (produce, (False, v_cache, table, seq_lens, query_start, plan, stride_table, where,
-                       v_smem, bars, meta, KV_HEADS, CHUNKS, QUERY_LEN, R, D, BLOCK_SIZE, WINDOW,
-                       PIECE, KV_TILE, STAGES, RUNS, ITEM)),
-            (widen, (plan.tile_info, v_smem, widening, bars, words, KV_HEADS, CHUNKS,
-                     Q_HEADS // KV_HEADS, D, KV_TILE, STAGES)),
+                       v_smem, bars, meta, SHAPE, ITEM)),
+            (widen, (plan.tile_info, v_smem, widening, bars, words, SHAPE)),
         ][: 1 + WORKERS],
         [4, 1, 1, WIDE_WARPS][:WORKERS],
         [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS][:WORKERS],

@@ -17,12 +17,14 @@ def word(meta, i, WARPS: gl.constexpr = 4):
 
 
 @gluon.jit
-def visible(meta, stage, tile_row, query, mask_words, cols, QUERY_LEN: gl.constexpr,
-            TREE: gl.constexpr, WINDOW: gl.constexpr, NB: gl.constexpr, PIECE: gl.constexpr,
-            KV_TILE: gl.constexpr, S: gl.constexpr):
+def visible(meta, stage, tile_row, query, mask_words, cols, SHAPE: gl.constexpr,
+            TREE: gl.constexpr, S: gl.constexpr):
     """Which tokens of the KV tile each row reads. query: its position, in the request if there is a
     window, else among the queries. mask_words: each row's words of a token tree's mask.
     """
+    PIECE: gl.constexpr = SHAPE.piece
+    KV_TILE: gl.constexpr = SHAPE.kv_tile
+    NB: gl.constexpr = KV_TILE // PIECE
     rows = gl.zeros([KV_TILE], gl.int32, gl.SliceLayout(0, S))
     for j in gl.static_range(NB):
         rows = gl.where(cols // PIECE == j, word(meta, stage * 32 + j), rows)
@@ -30,7 +32,7 @@ def visible(meta, stage, tile_row, query, mask_words, cols, QUERY_LEN: gl.conste
         tile_row[:, None] < ((rows >> 8) & 255)[None, :]
     )
     ok &= (cols % PIECE < (rows >> 16))[None, :]
-    if QUERY_LEN > 1 or WINDOW > 0:
+    if SHAPE.query_len > 1 or SHAPE.window > 0:
         key = gl.zeros([KV_TILE], gl.int32, gl.SliceLayout(0, S))
         for j in gl.static_range(NB):
             key = gl.where(cols // PIECE == j, word(meta, stage * 32 + POSITIONS + j), key)
@@ -40,8 +42,8 @@ def visible(meta, stage, tile_row, query, mask_words, cols, QUERY_LEN: gl.conste
             for i in gl.static_range(1, len(mask_words)):
                 seen = gl.where((key < 32 * i)[None, :], seen, mask_words[i][:, None])
             ok &= (key < 0)[None, :] | (((seen >> (key & 31)[None, :]) & 1) != 0)
-        elif QUERY_LEN > 1:
+        elif SHAPE.query_len > 1:
             ok &= key[None, :] <= query[:, None]
-        if WINDOW > 0:
-            ok &= key[None, :] > (query - WINDOW)[:, None]
+        if SHAPE.window > 0:
+            ok &= key[None, :] > (query - SHAPE.window)[:, None]
     return ok

@@ -42,8 +42,8 @@ NEEDS_MASK = gl.constexpr(2)
 
 
 @gluon.jit
-def place_of_block(KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.constexpr):
-    """Worker, KV head and chunk of this thread block. GROUP: query heads of each KV head.
+def place_of_block(SHAPE: gl.constexpr):
+    """Worker, KV head and chunk of this thread block.
 
     Thread blocks with neighbouring numbers run on neighbouring multiprocessors, whose requests for
     the same bytes L2 answers together. So the chunks of a tile have neighbouring numbers, and so
@@ -51,11 +51,13 @@ def place_of_block(KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr, GROUP: gl.const
     one query head each, most of the time is memory's: then neighbours read a token's heads, which
     lie side by side.
     """
+    KV_HEADS: gl.constexpr = SHAPE.num_kv_heads
+    CHUNKS: gl.constexpr = SHAPE.chunks
     chunk = gl.program_id(0) % CHUNKS
     block = gl.program_id(0) // CHUNKS
     worker = block // KV_HEADS
     head = block % KV_HEADS
-    if GROUP > 1:
+    if SHAPE.num_qo_heads > KV_HEADS:
         paired = gl.num_programs(0) // (CHUNKS * KV_HEADS) // 2 * 2  # an odd worker comes last
         of_pair = block < paired * KV_HEADS
         worker = gl.where(of_pair, block // (2 * KV_HEADS) * 2 + block % 2, worker)
@@ -128,8 +130,7 @@ def _of_run(x, holder, found, RUNS: gl.constexpr):
 
 @gluon.jit
 def _slots(batch, tiles, wide, low, high, starts, runs, half, chunk, lane, table, stride_table,
-           block_rows, BLOCK_SIZE: gl.constexpr, WINDOW: gl.constexpr, PIECE: gl.constexpr,
-           NB: gl.constexpr, RUNS: gl.constexpr, R: gl.constexpr):
+           block_rows, SHAPE: gl.constexpr):
     """First row in the cache of head 0, rows and token count, and position, of 32 slots. The
     position is that in the request if there is a window, else that among the queries.
 
@@ -137,6 +138,10 @@ def _slots(batch, tiles, wide, low, high, starts, runs, half, chunk, lane, table
     (row, position that slot 0 would have, kv_end, readers, first query position). half: requests
     in the low half.
     """
+    RUNS: gl.constexpr = SHAPE.max_tile_runs
+    BLOCK_SIZE: gl.constexpr = SHAPE.block_size
+    PIECE: gl.constexpr = SHAPE.piece
+    NB: gl.constexpr = SHAPE.kv_tile // PIECE
     tile = batch * (32 // NB) + lane // NB
     # Narrow tiles go in pairs, one for each half, and the pairs are spread evenly between the
     # pairs of wide tiles; the rest of either comes last.
@@ -171,19 +176,20 @@ def _slots(batch, tiles, wide, low, high, starts, runs, half, chunk, lane, table
     # shared memory must hold finite values
     first = gl.where(filled, first, gl.gather(first, lane - lane % NB, 0))
     readers = _of_run(readers, holder, found, RUNS)
-    span = _tile_row(readers & 0xFFFF, 0, half, R, chunk)
-    span |= _tile_row(readers >> 16, 1, half, R, chunk) << 8
+    span = _tile_row(readers & 0xFFFF, 0, half, SHAPE.rows, chunk)
+    span |= _tile_row(readers >> 16, 1, half, SHAPE.rows, chunk) << 8
     span |= gl.where(filled, tokens, 0) << 16
-    if WINDOW == 0:
+    if SHAPE.window == 0:
         start = gl.maximum(start - _of_run(first_query, holder, found, RUNS), -PIECE)
     return first, span, start
 
 
 @gluon.jit
-def _copy(cache, cache_row, k, lane, head, where, bar, tile_smem, PIECE: gl.constexpr,
-          NB: gl.constexpr):
+def _copy(cache, cache_row, k, lane, head, where, bar, tile_smem, SHAPE: gl.constexpr):
     """Copy KV tile ``k`` of a batch into its stage; the lanes hold the first rows of its pieces."""
     _, head_rows, head_cols = where
+    PIECE: gl.constexpr = SHAPE.piece
+    NB: gl.constexpr = SHAPE.kv_tile // PIECE
     for j in gl.static_range(NB):
         first = gl.sum(gl.where(lane == k * NB + j, cache_row, 0), 0)
         async_load(
@@ -196,22 +202,26 @@ def _copy(cache, cache_row, k, lane, head, where, bar, tile_smem, PIECE: gl.cons
 
 @gluon.jit
 def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, stride_table, where,
-            tiles_smem, bars, meta, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
-            QUERY_LEN: gl.constexpr, R: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-            WINDOW: gl.constexpr, PIECE: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr,
-            RUNS: gl.constexpr, ITEM: gl.constexpr):
+            tiles_smem, bars, meta, SHAPE: gl.constexpr, ITEM: gl.constexpr):
     """Fetch the K (or V) pieces of every KV tile; the K producer also describes the tile.
 
     ITEM: bytes of an element of the cache.
     """
     block_rows, _, _ = where
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    NB: gl.constexpr = KV_TILE // PIECE
+    QUERY_LEN: gl.constexpr = SHAPE.query_len
+    BLOCK_SIZE: gl.constexpr = SHAPE.block_size
+    WINDOW: gl.constexpr = SHAPE.window
+    PIECE: gl.constexpr = SHAPE.piece
+    STAGES: gl.constexpr = SHAPE.stages
+    RUNS: gl.constexpr = SHAPE.max_tile_runs
+    BYTES: gl.constexpr = SHAPE.kv_tile * SHAPE.padded_dim * ITEM
+    NB: gl.constexpr = SHAPE.kv_tile // PIECE
     BATCH: gl.constexpr = 32 // NB
     LOOK_AHEAD: gl.constexpr = (STAGES if STAGES < BATCH else BATCH) - 1
     lane = gl.arange(0, 32, WARP)
     r = gl.arange(0, RUNS, gl.BlockedLayout([RUNS // 32], [32], [1], [0]))
-    worker, head, chunk = place_of_block(KV_HEADS, CHUNKS, R // QUERY_LEN)
+    worker, head, chunk = place_of_block(SHAPE)
     count = 0
     tile = worker
     while tile >= 0:
@@ -244,7 +254,7 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, strid
             if PIECE < BLOCK_SIZE:
                 guess += start % BLOCK_SIZE
             _copy(cache, guess, 0, lane, head, where, bars.index(0), tiles_smem.index(0),
-                  PIECE, NB)
+                  SHAPE)
         kv_end = gl.where(kv_end == OPEN_END, length, kv_end)
         tokens = gl.maximum(kv_end - kv_start, 0).to(gl.uint32)
         num_pieces = ((tokens + PIECE - 1) // PIECE).to(gl.int32)
@@ -270,20 +280,19 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, strid
         seen_until = 0
         if IS_K and WINDOW > 0:
             num_reqs = gl.load(plan.tile_info + tile * WORDS + NUM_REQS)
-            SLOTS: gl.constexpr = 2 * (HALF_ROWS // R) if R <= HALF_ROWS else 1
-            request = gl.load(plan.slot_row + tile * SLOTS + r, mask=r < num_reqs, other=0)
+            slot = tile * SHAPE.max_tile_requests + r
+            request = gl.load(plan.slot_row + slot, mask=r < num_reqs, other=0)
             length = gl.load(seq_lens + request, mask=r < num_reqs, other=0)
             seen_from = gl.max(length, 0) - WINDOW
             seen_until = gl.min(gl.where(r < num_reqs, length, 1 << 30), 0) - QUERY_LEN
         cache_row, rows, position = _slots(0, tiles, wide, low, high, starts, runs, half, chunk,
-                                           lane, table, stride_table, block_rows, BLOCK_SIZE,
-                                           WINDOW, PIECE, NB, RUNS, R)
+                                           lane, table, stride_table, block_rows, SHAPE)
         wrong = (copied != 0) & (lane < NB) & (guess != cache_row)
         if gl.max(wrong.to(gl.int32), 0) != 0:
             # the range is shorter than planned: the copy is discarded
             if IS_K:
                 meta.index(0).store(gl.where(lane == FIRST_ROW, TILE_ROWS, 0))
-            mbarrier.expect(bars.index(0), KV_TILE * D * ITEM)
+            mbarrier.expect(bars.index(0), BYTES)
             count += 1
             copied = 0
         for batch in range((tiles + BATCH - 1) // BATCH):
@@ -295,7 +304,7 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, strid
                 mbarrier.wait(bars.index(STAGES + stage), ((count // STAGES) & 1) ^ 1)
                 if copied == 0:
                     _copy(cache, cache_row, k, lane, head, where, bars.index(stage),
-                          tiles_smem.index(stage), PIECE, NB)
+                          tiles_smem.index(stage), SHAPE)
                 copied = 0
                 if IS_K:
                     mine = lane // NB == k
@@ -319,14 +328,14 @@ def produce(IS_K: gl.constexpr, cache, table, seq_lens, query_start, plan, strid
                         word = gl.where(is_position, gl.gather(position, own, 0), word)
                     meta.index(stage).store(word)
                 # only now, because consumers read the metadata after this barrier
-                mbarrier.expect(bars.index(stage), KV_TILE * D * ITEM)
+                mbarrier.expect(bars.index(stage), BYTES)
                 count += 1
                 # once all stages are being filled, and early enough that no TMA waits for the
                 # block table
                 if (k == LOOK_AHEAD) & ((batch + 1) * BATCH < tiles):
                     next_cache_row, next_rows, next_position = _slots(
                         batch + 1, tiles, wide, low, high, starts, runs, half, chunk, lane, table,
-                        stride_table, block_rows, BLOCK_SIZE, WINDOW, PIECE, NB, RUNS, R)
+                        stride_table, block_rows, SHAPE)
             cache_row = next_cache_row
             rows = next_rows
             position = next_position

@@ -27,36 +27,36 @@ WIDE_WARPS = gl.constexpr(2)  # that widen V; with the two producers they are a 
 
 
 @gluon.jit
-def widen(tile_info, v_smem, widening, bars, meta, KV_HEADS: gl.constexpr, CHUNKS: gl.constexpr,
-          GROUP: gl.constexpr, D: gl.constexpr, KV_TILE: gl.constexpr, STAGES: gl.constexpr):
+def widen(tile_info, v_smem, widening, bars, meta, SHAPE: gl.constexpr):
     """V of each KV tile as float16 from e4m3, for both consumers.
 
-    wide: ring of ``WIDE_TILES`` tiles ``[KV_TILE, D]``. wide_bars: the first ``WIDE_TILES``
+    wide: ring of ``WIDE_TILES`` tiles of KV. wide_bars: the first ``WIDE_TILES``
     barriers say that a tile of it is filled, the others that both consumers have done with it.
     """
     _, wide, wide_bars = widening
+    D: gl.constexpr = SHAPE.padded_dim
     # each thread writes 16 bytes of a row: the eight that write at once then use every bank once
     ACROSS: gl.constexpr = D // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [WIDE_WARPS, 1], [1, 0])
     ROWS: gl.constexpr = 64 * 32 * WIDE_WARPS // D  # 64 numbers a thread at a time
     count = 0
-    tile, _, _ = place_of_block(KV_HEADS, CHUNKS, GROUP)
+    tile, _, _ = place_of_block(SHAPE)
     while tile >= 0:
         num_runs = gl.load(tile_info + tile * WORDS + NUM_RUNS)
         next_tile = gl.load(tile_info + tile * WORDS + NEXT_TILE) - 1
         kind = gl.where(num_runs > 0, 0, LAST_TILE)
         while (kind & LAST_TILE) == 0:
-            stage = count % STAGES
+            stage = count % SHAPE.stages
             place = count % WIDE_TILES
-            mbarrier.wait(bars.index(stage), (count // STAGES) & 1)
+            mbarrier.wait(bars.index(stage), (count // SHAPE.stages) & 1)
             kind = word(meta, stage * 32 + KIND, WIDE_WARPS)
             mbarrier.wait(wide_bars.index(WIDE_TILES + place), ((count // WIDE_TILES) & 1) ^ 1)
-            for i in gl.static_range(KV_TILE // ROWS):
+            for i in gl.static_range(SHAPE.kv_tile // ROWS):
                 numbers = v_smem.index(stage).slice(i * ROWS, ROWS, 0).load(LAYOUT)
                 wide.index(place).slice(i * ROWS, ROWS, 0).store(numbers.to(gl.float16))
             fence_async_shared()
             barrier()
             mbarrier.arrive(wide_bars.index(place), count=1)
-            mbarrier.arrive(bars.index(STAGES + stage), count=1)
+            mbarrier.arrive(bars.index(SHAPE.stages + stage), count=1)
             count += 1
         tile = next_tile
