@@ -183,9 +183,7 @@ def _added_others(HALF: gl.constexpr, bars, uses, before, acc, FP8: gl.constexpr
 
 
 @gluon.jit
-def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
-              QUERY_LEN: gl.constexpr, CHUNKS: gl.constexpr, LATENT: gl.constexpr,
-              ROPE: gl.constexpr, ROWS: gl.constexpr, KV_TILE: gl.constexpr, ROOM: gl.constexpr,
+def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, SHAPE: gl.constexpr,
               FP8: gl.constexpr):
     """Scores of every second KV tile, and one half of the output's columns."""
     q, query_start_loc, outputs, stride_q, stride_out, v_scale = io
@@ -193,6 +191,12 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
     queries, _, _, _ = operands
     q_smem, rope_q = queries
     _, words, _ = notes
+    HEADS: gl.constexpr = SHAPE.num_heads
+    QUERY_LEN: gl.constexpr = SHAPE.query_len
+    LATENT: gl.constexpr = SHAPE.latent
+    ROPE: gl.constexpr = SHAPE.rope
+    ROWS: gl.constexpr = SHAPE.rows
+    KV_TILE: gl.constexpr = SHAPE.kv_tile
     D: gl.constexpr = LATENT // 2
     OTHER: gl.constexpr = 1 - HALF
     EACH: gl.constexpr = QUERY_LEN * HEADS  # rows of a request
@@ -203,8 +207,8 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     LINE: gl.constexpr = gl.SliceLayout(1, COPY)
     dtype: gl.constexpr = outputs.out.dtype.element_ty
-    chunk = gl.program_id(0) % CHUNKS
-    worker = gl.program_id(0) // CHUNKS
+    chunk = gl.program_id(0) % SHAPE.chunks
+    worker = gl.program_id(0) // SHAPE.chunks
     dim_q = HALF * D + gl.arange(0, D, gl.SliceLayout(0, COPY))
     dim_o = HALF * D + gl.arange(0, D, gl.SliceLayout(0, O))
     row_q = chunk * ROWS + gl.arange(0, ROWS, LINE)
@@ -218,7 +222,7 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
     for number in range(begin - 1, end):
         tile = gl.where(number < begin, worker, number)
         turn = number + 1 - begin
-        slots = tile * ROOM
+        slots = tile * SHAPE.max_tile_requests
         num_rows = gl.load(plan.tile_info + tile * WORDS + NUM_REQS) * EACH
         there = row_q < num_rows
         request = gl.load(plan.slot_row + slots + row_q // EACH, mask=there, other=0)
@@ -331,35 +335,34 @@ def _consumer(HALF: gl.constexpr, io, plan, qk_scale, smem, HEADS: gl.constexpr,
                               "block_rows"])
 def partial_attention(halves, rope, q, block_table, seq_lens, query_start_loc, plan, outputs,
                       block_rows, stride_table, stride_q, stride_out, qk_scale, extras,
-                      HEADS: gl.constexpr, QUERY_LEN: gl.constexpr, LATENT: gl.constexpr,
-                      ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-                      UNIT: gl.constexpr, CHUNKS: gl.constexpr, ROWS: gl.constexpr,
-                      KV_TILE: gl.constexpr, ROOM: gl.constexpr, CONSUMER_REGS: gl.constexpr,
+                      SHAPE: gl.constexpr, CONSUMER_REGS: gl.constexpr,
                       PRODUCER_REGS: gl.constexpr):
-    """Grid: ``num_workers * CHUNKS`` thread blocks; more rows of a request than a tile has are
-    walked in chunks.
+    """Grid: ``num_workers * SHAPE.chunks`` thread blocks; more rows of a request than a tile has
+    are walked in chunks.
 
-    halves, rope: tensor descriptors of the cache, one row a token, with boxes of ``UNIT`` tokens
+    halves, rope: tensor descriptors of the cache, one row a token, with boxes of ``unit`` tokens
     and half of the compressed KV, or the rotated part.
-    plan: ``common.arrays.PlanArrays``. outputs: ``common.groups.Outputs``. extras: ``LayerExtras``,
-    of which scales are read, ``[1]``.
+    plan: ``common.arrays.PlanArrays``. outputs, SHAPE: ``common.groups``. extras:
+    ``LayerExtras``, of which scales are read, ``[1]``.
     """
     wait_for_launch_before()
     FP8: gl.constexpr = extras.v_scale is not None
     dtype: gl.constexpr = q.dtype.element_ty
     ITEM: gl.constexpr = dtype.primitive_bitwidth // 8
-    D: gl.constexpr = LATENT // 2
+    ROWS: gl.constexpr = SHAPE.rows
+    KV_TILE: gl.constexpr = SHAPE.kv_tile
+    D: gl.constexpr = SHAPE.latent // 2
     SHARED: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128, element_bitwidth=8 * ITEM, rank=2
     )
     NARROW: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=ROPE * ITEM, element_bitwidth=8 * ITEM, rank=2
+        swizzle_byte_width=SHAPE.rope * ITEM, element_bitwidth=8 * ITEM, rank=2
     )
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, D], SHARED)
-    rope_q = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], NARROW)
+    rope_q = gl.allocate_shared_memory(dtype, [1, ROWS, SHAPE.rope], NARROW)
     k_smem = gl.allocate_shared_memory(dtype, [4, KV_TILE, D], SHARED)  # by stage and half
-    rope_k = gl.allocate_shared_memory(dtype, [2, KV_TILE, ROPE], NARROW)
+    rope_k = gl.allocate_shared_memory(dtype, [2, KV_TILE, SHAPE.rope], NARROW)
     v_smem = k_smem
     p_smem = rope_k
     if FP8:
@@ -394,16 +397,13 @@ def partial_attention(halves, rope, q, block_table, seq_lens, query_start_loc, p
     WORKERS: gl.constexpr = 2 + WIDE_WARPS if FP8 else 2  # partitions after the first
     gl.warp_specialize(
         [
-            (_consumer, (0, io, plan, qk_scale, smem, HEADS, QUERY_LEN, CHUNKS, LATENT, ROPE, ROWS,
-                         KV_TILE, ROOM, FP8)),
-            (_consumer, (1, io, plan, qk_scale, smem, HEADS, QUERY_LEN, CHUNKS, LATENT, ROPE, ROWS,
-                         KV_TILE, ROOM, FP8)),
+            (_consumer, (0, io, plan, qk_scale, smem, SHAPE, FP8)),
+            (_consumer, (1, io, plan, qk_scale, smem, SHAPE, FP8)),
             (produce, (halves, rope, block_table, seq_lens, query_start_loc, plan, stride_table,
-                       block_rows, k_smem, rope_k, spans_of, meta, bars, HEADS, QUERY_LEN, CHUNKS,
-                       LATENT, ROPE, BLOCK_SIZE, UNIT, KV_TILE, ROOM, FP8)),
-            (widen, (0, plan.work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
-            (widen, (1, plan.work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
-            (widen, (2, plan.work_indptr, k_smem, v_smem, notes, bars, CHUNKS, KV_TILE)),
+                       block_rows, k_smem, rope_k, spans_of, meta, bars, SHAPE, FP8)),
+            (widen, (0, plan.work_indptr, k_smem, v_smem, notes, bars, SHAPE)),
+            (widen, (1, plan.work_indptr, k_smem, v_smem, notes, bars, SHAPE)),
+            (widen, (2, plan.work_indptr, k_smem, v_smem, notes, bars, SHAPE)),
         ][: 1 + WORKERS],
         [4, 1, 1, 1, 1][:WORKERS],
         [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS,

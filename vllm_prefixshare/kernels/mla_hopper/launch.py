@@ -18,6 +18,7 @@ from vllm_prefixshare.kernels.catalog import (
     requests_of_a_tile,
 )
 from vllm_prefixshare.kernels.common.arrays import WORDS, PlanArrays
+from vllm_prefixshare.kernels.common.groups import LatentShape
 from vllm_prefixshare.kernels.common.launch import score_factors, walk_capacity
 from vllm_prefixshare.kernels.common.layout import KvTiling
 from vllm_prefixshare.kernels.interface import Capacity, Tensors
@@ -75,6 +76,18 @@ def _layout(columns: int, item: int) -> gl.NVMMASharedLayout:
     )
 
 
+@functools.cache
+def latent_shape(num_heads: int, block_size: int, query_len: int) -> LatentShape:
+    """Compile-time shape of the kernel for a layer."""
+    width, rank = LATENT_SHAPE
+    rows = query_len * num_heads
+    unit = kv_tiling(block_size).unit
+    return LatentShape(
+        num_heads, query_len, rank, width - rank, block_size, unit, LATENT_TILE.chunks(rows),
+        LATENT_TILE.rows, LATENT_TILE.kv_tile, requests_of_a_tile(rows),
+    )  # fmt: skip
+
+
 def latent_partial_attention(
     fixed: tuple[int, int], plan: Mapping[str, torch.Tensor], t: Tensors, sm_scale: float
 ) -> None:
@@ -87,31 +100,18 @@ def latent_partial_attention(
         plan: the arrays of ``latent_layout`` on the device.
         sm_scale: softmax scale, above 0.
     """
-    (num_workers, query_len), (width, rank) = fixed, LATENT_SHAPE
-    num_heads = t.q.shape[1]
-    rows = query_len * num_heads
-    block_size = t.k_cache.shape[1]
-    unit = kv_tiling(block_size).unit
-    chunks = LATENT_TILE.chunks(rows)
-    block_rows, halves, rope = descriptors(t.k_cache, unit)
+    num_workers, query_len = fixed
+    shape = latent_shape(t.q.shape[1], t.k_cache.shape[1], query_len)
+    block_rows, halves, rope = descriptors(t.k_cache, shape.unit)
     # fmt: off
     launch(
-        partial_attention, (num_workers * chunks,),
+        partial_attention, (num_workers * shape.chunks,),
         halves, rope, t.q, t.block_table, t.seq_lens,
         t.seq_lens if t.query_start_loc is None else t.query_start_loc,
         PlanArrays(**plan), t.outputs,
         block_rows, t.block_table.stride(0), t.q.stride(0), t.out.stride(0),
         score_factors(0.0, sm_scale)[0], t.extras,
-        HEADS=num_heads,
-        QUERY_LEN=query_len,
-        LATENT=rank,
-        ROPE=width - rank,
-        BLOCK_SIZE=block_size,
-        UNIT=unit,
-        CHUNKS=chunks,
-        ROWS=LATENT_TILE.rows,
-        KV_TILE=LATENT_TILE.kv_tile,
-        ROOM=requests_of_a_tile(rows),
+        SHAPE=shape,
         CONSUMER_REGS=224,
         PRODUCER_REGS=56,
         num_warps=LATENT_TILE.warps,

@@ -69,10 +69,11 @@ def query_of(row, request, there, query_start_loc, HEADS: gl.constexpr, QUERY_LE
 
 
 @gluon.jit
-def _work_tile(tile, r, plan, ROOM: gl.constexpr):
+def _work_tile(tile, r, plan, SHAPE: gl.constexpr):
     """Number of requests, first part, KV tiles of planned and of new parts; of each request its
     batch row and the token at which its part for new tokens begins.
     """
+    ROOM: gl.constexpr = SHAPE.max_tile_requests
     num_reqs = gl.load(plan.tile_info + tile * WORDS + NUM_REQS)
     first = gl.load(plan.tile_info + tile * WORDS + FIRST_PART)
     packed = gl.load(plan.tile_info + tile * WORDS + PLANNED_KV_TILES)
@@ -83,63 +84,66 @@ def _work_tile(tile, r, plan, ROOM: gl.constexpr):
 
 
 @gluon.jit
-def _parts(n, first, packed, new, lane, plan, UNIT: gl.constexpr, PARTS: gl.constexpr):
+def _parts(n, first, packed, new, lane, plan, SHAPE: gl.constexpr):
     """Batch row, first token and readers of 32 parts, those of KV tile ``n`` in each lane."""
+    PARTS: gl.constexpr = SHAPE.kv_tile // SHAPE.unit
     late = gl.maximum(n - packed, 0)
     rounds = late // gl.maximum(new, 1)
     at = first + gl.where(n < packed, n, packed + late - rounds * new) * PARTS + lane % PARTS
     there = (n < packed) | (new > 0)
     row = gl.load(plan.part_row + at, mask=there, other=0)
-    pos = gl.load(plan.part_pos + at, mask=there, other=0) + rounds * UNIT
+    pos = gl.load(plan.part_pos + at, mask=there, other=0) + rounds * SHAPE.unit
     return row, pos, gl.load(plan.part_readers + at, mask=there, other=0)
 
 
 @gluon.jit
 def _places(inside, row, pos, readers, table, stride_table, seq_lens, query_start_loc, block_rows,
-            HEADS: gl.constexpr, QUERY_LEN: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-            UNIT: gl.constexpr):
+            SHAPE: gl.constexpr):
     """Row in the cache, number of tokens, interval of reading rows of parts, and how many of the
     tokens all queries of the readers see: none of those that share a part has a query in it.
     """
     length = gl.load(seq_lens + row, mask=readers != 0, other=0)
-    tokens = gl.where(inside, gl.minimum(gl.maximum(length - pos, 0), UNIT), 0)
+    tokens = gl.where(inside, gl.minimum(gl.maximum(length - pos, 0), SHAPE.unit), 0)
     seen = tokens
-    if QUERY_LEN > 1:
+    if SHAPE.query_len > 1:
         after = gl.load(query_start_loc + row + 1, mask=readers != 0, other=0)
         seen = length - pos + 1 - after
         seen += gl.load(query_start_loc + row, mask=readers != 0, other=0)
-    at_block = table + row.to(gl.int64) * stride_table + pos // BLOCK_SIZE
+    at_block = table + row.to(gl.int64) * stride_table + pos // SHAPE.block_size
     block = gl.load(at_block, mask=tokens > 0, other=0)
-    cache_row = block * block_rows + gl.where(tokens > 0, pos % BLOCK_SIZE, 0)
-    ROWS: gl.constexpr = QUERY_LEN * HEADS
+    cache_row = block * block_rows + gl.where(tokens > 0, pos % SHAPE.block_size, 0)
+    ROWS: gl.constexpr = SHAPE.query_len * SHAPE.num_heads
     span = (readers & 0xFFFF) * ROWS | (readers >> 16) * ROWS << 16
     return cache_row, tokens, gl.where(tokens > 0, span, 0), seen
 
 
 @gluon.jit
 def produce(halves, rope, table, seq_lens, query_start_loc, plan, stride_table, block_rows,
-            kv_smem, rope_smem, spans, meta, bars, HEADS: gl.constexpr, QUERY_LEN: gl.constexpr,
-            CHUNKS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
-            BLOCK_SIZE: gl.constexpr, UNIT: gl.constexpr, KV_TILE: gl.constexpr,
-            ROOM: gl.constexpr, FP8: gl.constexpr):
+            kv_smem, rope_smem, spans, meta, bars, SHAPE: gl.constexpr, FP8: gl.constexpr):
     """Copy the KV tiles of the worker's work tiles."""
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     SLOTS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    HEADS: gl.constexpr = SHAPE.num_heads
+    QUERY_LEN: gl.constexpr = SHAPE.query_len
+    LATENT: gl.constexpr = SHAPE.latent
+    ROPE: gl.constexpr = SHAPE.rope
+    UNIT: gl.constexpr = SHAPE.unit
+    KV_TILE: gl.constexpr = SHAPE.kv_tile
     PARTS: gl.constexpr = KV_TILE // UNIT
     BATCH: gl.constexpr = 32 // PARTS
     HALF: gl.constexpr = LATENT // 2
     lane = gl.arange(0, 32, WARP)
     r = gl.arange(0, 64, SLOTS)
-    worker = gl.program_id(0) // CHUNKS
+    worker = gl.program_id(0) // SHAPE.chunks
     # The first tile has the worker's number. It is looked up with as few loads after each other
     # as can be, because the CTA waits for it.
-    num_reqs, first, packed, new, request, planned_end = _work_tile(worker, r, plan, ROOM)
+    num_reqs, first, packed, new, request, planned_end = _work_tile(worker, r, plan, SHAPE)
     begin = gl.load(plan.work_indptr + worker)
     end = gl.load(plan.work_indptr + worker + 1)
     uses_0 = 0  # of either stage by the work tiles before
     uses_1 = 0
     for number in range(begin - 1, end):
-        batch_row, pos, readers = _parts(lane // PARTS, first, packed, new, lane, plan, UNIT, PARTS)
+        batch_row, pos, readers = _parts(lane // PARTS, first, packed, new, lane, plan, SHAPE)
         length = gl.load(seq_lens + request, mask=r < num_reqs, other=0)
         growth = gl.maximum(gl.max((length - planned_end + UNIT - 1) // UNIT, 0), 0)
         steps = packed + new * growth
@@ -148,7 +152,7 @@ def produce(halves, rope, table, seq_lens, query_start_loc, plan, stride_table, 
 
         cache_row, tokens, span, seen = _places(
             lane // PARTS < steps, batch_row, pos, readers, table, stride_table, seq_lens,
-            query_start_loc, block_rows, HEADS, QUERY_LEN, BLOCK_SIZE, UNIT)
+            query_start_loc, block_rows, SHAPE)
         for batch in range((tiles + BATCH - 1) // BATCH):
             next_cache_row = cache_row
             next_tokens = tokens
@@ -209,10 +213,10 @@ def produce(halves, rope, table, seq_lens, query_start_loc, plan, stride_table, 
                 if k == 0:  # early enough that no copy waits for the block table
                     ahead = (batch + 1) * BATCH + lane // PARTS
                     batch_row, pos, readers = _parts(ahead, first, packed, new, lane, plan,
-                                                     UNIT, PARTS)
+                                                     SHAPE)
                     next_cache_row, next_tokens, next_span, next_seen = _places(
                         ahead < steps, batch_row, pos, readers, table, stride_table, seq_lens,
-                        query_start_loc, block_rows, HEADS, QUERY_LEN, BLOCK_SIZE, UNIT)
+                        query_start_loc, block_rows, SHAPE)
             cache_row = next_cache_row
             tokens = next_tokens
             span = next_span
@@ -221,4 +225,4 @@ def produce(halves, rope, table, seq_lens, query_start_loc, plan, stride_table, 
         uses_1 += tiles // 2
         # of the next tile; after the last one of any that is there
         num_reqs, first, packed, new, request, planned_end = _work_tile(
-            gl.where(number + 1 < end, number + 1, worker), r, plan, ROOM)
+            gl.where(number + 1 < end, number + 1, worker), r, plan, SHAPE)

@@ -28,12 +28,12 @@ WIDE_HALVES = gl.constexpr(3)  # that there is room for
 
 
 @gluon.jit
-def widen(PART: gl.constexpr, work_indptr, raw_smem, wide_smem, notes, bars, CHUNKS: gl.constexpr,
-          KV_TILE: gl.constexpr):
+def widen(PART: gl.constexpr, work_indptr, raw_smem, wide_smem, notes, bars, SHAPE: gl.constexpr):
     """Latents of one of ``WIDE_WARPS`` parts of each KV tile as float16 from e4m3, in halves of
     columns, first that of the tile's consumer.
     """
     spans, words, _ = notes
+    KV_TILE: gl.constexpr = SHAPE.kv_tile
     # each thread writes 16 bytes of a row
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 1], [1, 0])
     ROWS: gl.constexpr = 8  # 64 numbers a thread at a time
@@ -46,7 +46,7 @@ def widen(PART: gl.constexpr, work_indptr, raw_smem, wide_smem, notes, bars, CHU
     SHARE: gl.constexpr = -(-KV_TILE // (ROWS * WIDE_WARPS)) * ROWS
     BEGIN: gl.constexpr = PART * SHARE
     END: gl.constexpr = min(BEGIN + SHARE, KV_TILE)
-    worker = gl.program_id(0) // CHUNKS
+    worker = gl.program_id(0) // SHAPE.chunks
     begin = gl.load(work_indptr + worker)
     end = gl.load(work_indptr + worker + 1)
     count = 0

@@ -10,7 +10,7 @@ Triton does not pipeline a load whose address is loaded in the same iteration, s
 place of the KV tile after the next are carried through the loops in registers.
 """
 # fmt: off
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="attr-defined"
 # Long signatures read better wrapped than with one name per line; kernels are not typed.
 
 import triton
@@ -158,22 +158,25 @@ def _in_blocks(begin, offset, BLOCK_SIZE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _attend_run(state, q, start, end, reads, table_row, k_head, v_head, stride_block,
-                stride_token, qk_scale, slope, position, cap_rate, HEAD_DIM: tl.constexpr,
-                COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-                UNIT: tl.constexpr, KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr,
-                HOIST: tl.constexpr):
+                stride_token, qk_scale, slope, position, cap_rate, SHAPE: tl.constexpr):
     """Online softmax over the tokens ``[start, end)`` of one batch row, whole KV tiles that the
     rows of ``reads`` see. The mask is per row, so it costs nothing per score: a row that does not
     read temporarily has an infinite maximum. Only a window hides single tokens.
     """
     m, total, acc = state
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    COLUMNS: tl.constexpr = SHAPE.columns
+    BLOCK_SIZE: tl.constexpr = SHAPE.block_size
+    WINDOW: tl.constexpr = SHAPE.window
+    KV_TILE_SIZE: tl.constexpr = SHAPE.kv_tile
     cols = tl.arange(0, KV_TILE_SIZE)
     ALIGNED: tl.constexpr = KV_TILE_SIZE % BLOCK_SIZE == 0  # then KV tiles begin as the run does
     # a run may begin within a block that is read in parts
-    offset = cols + start % BLOCK_SIZE if ALIGNED and UNIT < BLOCK_SIZE else cols
+    offset = cols + start % BLOCK_SIZE if ALIGNED and SHAPE.unit < BLOCK_SIZE else cols
     column, place = _in_blocks(start, offset, BLOCK_SIZE, ALIGNED)
     block = tl.load(table_row + column)
-    for n in tl.range(start, end, KV_TILE_SIZE, num_stages=STAGES, disable_licm=HOIST < 1):
+    for n in tl.range(start, end, KV_TILE_SIZE, num_stages=SHAPE.stages,
+                      disable_licm=SHAPE.hoist < 1):
         pos = n + cols
         # what does not change in the loop comes first, and is added before it
         inside = (place * stride_token)[:, None]
@@ -218,14 +221,18 @@ def _parts_of(n, plan, part, first, packed, opened, new, steps, PARTS: tl.conste
 def _attend_parts(state, q, first, packed, opened, new, steps, plan, block_table, stride_table,
                   seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row, query,
                   first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
-                  HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr,
-                  BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, ALIGN: tl.constexpr,
-                  QUERY_LEN: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
-                  KV_TILE_SIZE: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr):
+                  SHAPE: tl.constexpr, R: tl.constexpr, ALIGN: tl.constexpr, TREE: tl.constexpr):
     """Online softmax over ``steps`` KV tiles of parts: ``packed`` ones listed from ``first`` on,
     then ``new`` ones from ``opened`` on, repeatedly, each time one unit further.
     """
     m, total, acc = state
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    COLUMNS: tl.constexpr = SHAPE.columns
+    BLOCK_SIZE: tl.constexpr = SHAPE.block_size
+    UNIT: tl.constexpr = SHAPE.unit
+    QUERY_LEN: tl.constexpr = SHAPE.query_len
+    WINDOW: tl.constexpr = SHAPE.window
+    KV_TILE_SIZE: tl.constexpr = SHAPE.kv_tile
     PARTS: tl.constexpr = KV_TILE_SIZE // UNIT
     part = tl.arange(0, KV_TILE_SIZE) // UNIT
     in_part = tl.arange(0, KV_TILE_SIZE) % UNIT
@@ -248,7 +255,7 @@ def _attend_parts(state, q, first, packed, opened, new, steps, plan, block_table
     n = 1  # the next KV tile
     rounds, kv_row, start, readers = _parts_of(n, plan, part, first, packed, opened, new, steps,
                                                PARTS)
-    for _ in tl.range(0, steps, num_stages=STAGES, disable_licm=HOIST < 1):
+    for _ in tl.range(0, steps, num_stages=SHAPE.stages, disable_licm=SHAPE.hoist < 1):
         span = tl.where(pos < length, rows if R > 1 else ~rows, 0)
         at_kv = block.to(tl.int64) * stride_block + place * stride_token
         # divided, so that Triton still knows by what it is divisible
@@ -298,24 +305,27 @@ def _attend_parts(state, q, first, packed, opened, new, steps, plan, block_table
     "q_scale_stride", "k_scale_stride", "v_scale_stride"])
 def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, tree_mask, plan,
                       outputs, strides, stride_table, stride_mask, qk_scale, cap_rate, extras,
-                      q_scale_stride, k_scale_stride, v_scale_stride, Q_HEADS: tl.constexpr,
-                      KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-                      BLOCK_SIZE: tl.constexpr, UNIT: tl.constexpr, QUERY_LEN: tl.constexpr,
-                      RAGGED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
-                      CHUNKS: tl.constexpr, Q_TILE_SIZE: tl.constexpr, KV_TILE_SIZE: tl.constexpr,
-                      STAGES: tl.constexpr, HOIST: tl.constexpr):
-    """Grid: ``num_workers * CHUNKS * KV_HEADS`` thread blocks, heads fastest.
+                      q_scale_stride, k_scale_stride, v_scale_stride, SHAPE: tl.constexpr,
+                      RAGGED: tl.constexpr, TREE: tl.constexpr):
+    """Grid: a thread block for each work queue, chunk and KV head, heads fastest.
 
-    plan: ``common.arrays.PlanArrays``. outputs, strides: ``common.groups``. extras:
+    plan: ``common.arrays.PlanArrays``. outputs, strides, SHAPE: ``common.groups``. extras:
     ``LayerExtras``, with the scales of KV head ``h`` at ``h * *_scale_stride``; its soft cap is
-    passed as cap_rate, see ``_scores``, and qk_scale is then the cap times log2(e). WINDOW: tokens
-    that a query sees, its own included; 0 for all. HOIST: see ``catalog.QTile``.
+    passed as cap_rate, see ``_scores``, and qk_scale is then the cap times log2(e).
     """
+    Q_HEADS: tl.constexpr = SHAPE.num_qo_heads
+    KV_HEADS: tl.constexpr = SHAPE.num_kv_heads
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    COLUMNS: tl.constexpr = SHAPE.columns
+    UNIT: tl.constexpr = SHAPE.unit
+    QUERY_LEN: tl.constexpr = SHAPE.query_len
+    WINDOW: tl.constexpr = SHAPE.window
+    Q_TILE_SIZE: tl.constexpr = SHAPE.rows
     G: tl.constexpr = Q_HEADS // KV_HEADS
     R: tl.constexpr = QUERY_LEN * G  # rows of a request: query by query, head by head in each
     kv_head = tl.program_id(0) % KV_HEADS
-    chunk = (tl.program_id(0) // KV_HEADS) % CHUNKS
-    worker = tl.program_id(0) // (KV_HEADS * CHUNKS)
+    chunk = (tl.program_id(0) // KV_HEADS) % SHAPE.chunks
+    worker = tl.program_id(0) // (KV_HEADS * SHAPE.chunks)
     # 16-byte loads where head_dim allows them: the launcher's caller has checked it
     ALIGN: tl.constexpr = 16 if extras.k_scale is not None and HEAD_DIM % 16 == 0 else 8  # type: ignore
     stride_block = tl.multiple_of(strides.block, ALIGN)
@@ -334,7 +344,7 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
     query = row % R // G
     q_head = kv_head * G + row % G
     for tile in tl.range(tl.load(plan.work_indptr + worker), tl.load(plan.work_indptr + worker + 1),
-                         disable_licm=HOIST < 2):
+                         disable_licm=SHAPE.hoist < 2):
         slots = tl.load(plan.tile_info + tile * WORDS + FIRST_SLOT)
         num_rows = tl.load(plan.tile_info + tile * WORDS + NUM_REQS) * R
         first_run = tl.load(plan.tile_info + tile * WORDS + FIRST_RUN)
@@ -372,24 +382,22 @@ def partial_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_lo
             slope = tl.load(extras.alibi_slopes + q_head) * (LOG2E / qk_scale)
         if extras.alibi_slopes is not None or WINDOW > 0:
             position = first_query + query if QUERY_LEN > 1 else length - 1
-        for run in tl.range(first_run, last_run, disable_licm=HOIST < 2):
+        for run in tl.range(first_run, last_run, disable_licm=SHAPE.hoist < 2):
             readers = tl.load(plan.run_readers + run)
             reads = (row >= (readers & 0xFFFF) * R) & (row < (readers >> 16) * R)
             table_row = block_table + tl.load(plan.run_row + run).to(tl.int64) * stride_table
             m, total, acc = _attend_run(
                 (m, total, acc), q_tile, tl.load(plan.run_start + run), tl.load(plan.run_end + run),
                 reads, table_row, k_head, v_head, stride_block, stride_token, qk_scale, slope,
-                position, cap_rate, HEAD_DIM, COLUMNS, BLOCK_SIZE, WINDOW, UNIT, KV_TILE_SIZE,
-                STAGES, HOIST)
+                position, cap_rate, SHAPE)
         steps = packed + new * growth
-        opened = first + packed * (KV_TILE_SIZE // UNIT)
+        opened = first + packed * (SHAPE.kv_tile // UNIT)
         if steps > 0:
             m, total, acc = _attend_parts(
                 (m, total, acc), q_tile, first, packed, opened, new, steps, plan, block_table,
                 stride_table, seq_lens, k_head, v_head, stride_block, stride_token, qk_scale, row,
                 query, first_query, token, tree_mask, stride_mask, slope, position, cap_rate,
-                HEAD_DIM, COLUMNS, R, BLOCK_SIZE, UNIT, ALIGN, QUERY_LEN, TREE, WINDOW,
-                KV_TILE_SIZE, STAGES, HOIST)
+                SHAPE, R, ALIGN, TREE)
 
         partial = tl.load(plan.slot_partial + slots + row // R, mask=there, other=-1)
         seen = total > 0

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 
@@ -10,12 +11,31 @@ from vllm_prefixshare.core import IntArray, PieceLimits
 from vllm_prefixshare.kernels.aot.dispatch import launch, power_of_two
 from vllm_prefixshare.kernels.catalog import Gpu, QTile, portable_limits, q_tile, shifts_bits
 from vllm_prefixshare.kernels.common.arrays import PlanArrays
-from vllm_prefixshare.kernels.common.groups import Strides
+from vllm_prefixshare.kernels.common.groups import PortableShape, Strides
 from vllm_prefixshare.kernels.common.launch import scale_strides, score_factors, walk_capacity
 from vllm_prefixshare.kernels.common.layout import KvTiling, walk_layout
 from vllm_prefixshare.kernels.interface import Capacity, Tensors
 from vllm_prefixshare.kernels.portable.kernel import partial_attention
 from vllm_prefixshare.planning.plan import DecodePlan
+
+
+@cache
+def portable_shape(
+    tile: QTile,
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    query_len: int,
+    window: int | None,
+) -> PortableShape:
+    """Compile-time shape of the kernel for a layer. heads: query heads, KV heads."""
+    columns = min(tile.columns, power_of_two(head_dim))
+    unit = math.gcd(tile.kv_tile, part_size(block_size))
+    chunks = tile.chunks(query_len * heads[0] // heads[1])
+    return PortableShape(
+        *heads, head_dim, columns, block_size, unit, query_len, window or 0, chunks,
+        tile.rows, tile.kv_tile, tile.stages, tile.hoist,
+    )  # fmt: skip
 
 
 def portable_partial_attention(
@@ -38,15 +58,14 @@ def portable_partial_attention(
         sm_scale: softmax scale, above 0.
         sliding_window: as in ``AttentionConfig``.
     """
-    num_qo_heads, head_dim = t.q.shape[1:]
     block_size, num_kv_heads = t.k_cache.shape[1:3]
+    heads = t.q.shape[1], num_kv_heads
+    shape = portable_shape(tile, heads, t.q.shape[2], block_size, query_len, sliding_window)
     block, token, head = t.k_cache.stride()[:3]
-    rows_per_request = query_len * num_qo_heads // num_kv_heads
-    chunks = tile.chunks(rows_per_request)
     qk_scale, cap_rate = score_factors(t.extras.soft_cap, sm_scale)
     launch(
         partial_attention,
-        (num_workers * chunks * num_kv_heads,),
+        (num_workers * shape.chunks * num_kv_heads,),
         t.q,
         t.k_cache,
         t.v_cache,
@@ -63,21 +82,9 @@ def portable_partial_attention(
         cap_rate,
         t.extras,
         *scale_strides(t.extras),
-        Q_HEADS=num_qo_heads,
-        KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        COLUMNS=min(tile.columns, power_of_two(head_dim)),
-        BLOCK_SIZE=block_size,
-        UNIT=math.gcd(tile.kv_tile, part_size(block_size)),
-        QUERY_LEN=query_len,
+        SHAPE=shape,
         RAGGED=query_len > 1 and t.query_start_loc is not None,
         TREE=t.tree_mask is not None,
-        WINDOW=sliding_window or 0,
-        CHUNKS=chunks,
-        Q_TILE_SIZE=tile.rows,
-        KV_TILE_SIZE=tile.kv_tile,
-        STAGES=tile.stages,
-        HOIST=tile.hoist,
         num_warps=tile.warps,
     )
 
