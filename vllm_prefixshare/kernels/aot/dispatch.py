@@ -72,8 +72,8 @@ def _choice(
 
 def _looked_at(x: Any) -> Any:
     """The properties of an argument from which Triton chooses a binary."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() & 15 == 0
+    if isinstance(x, torch.Tensor):  # without a tuple for most: there are thirty
+        return (x.dtype,) if x.data_ptr() & 15 else x.dtype
     if isinstance(x, int):
         return type(x), x == 1, x & 15 == 0, x >> 31
     if x is None or isinstance(x, float):
