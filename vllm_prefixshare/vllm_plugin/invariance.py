@@ -7,6 +7,7 @@ every token in every batch: ``docs/fidelity.md`` says what follows.
 """
 
 import functools
+import os
 from typing import Any
 
 from vllm_prefixshare.core import PieceLimits, PrefixShareError
@@ -23,6 +24,8 @@ KV_TILE = GPU.kv_tile
 
 def wanted() -> bool:
     """Whether VLLM_BATCH_INVARIANT=1; not where vLLM is not installed."""
+    if not os.environ.get("VLLM_BATCH_INVARIANT"):
+        return False  # without importing vLLM, which takes the command line seconds
     try:
         from vllm import envs
     except ImportError:

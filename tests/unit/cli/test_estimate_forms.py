@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli_runs import PROGRAM, run
+from tests.support.processes import run_python
 from vllm_prefixshare.cli.main import main
 
 OPTIONS = ["--price", "4", "--output-tokens", "64", "--batch", "6,24"]
@@ -187,6 +188,18 @@ def test_neither_torch_nor_vllm_is_needed(tmp_path, tokenizer):
     assert done.returncode == 0, done.stderr
     if not tokenizer:
         assert done.stdout == (GOLDEN / "estimate_text_lines.txt").read_text()
+
+
+def test_what_takes_seconds_to_import_is_not_imported(tmp_path):
+    path = tmp_path / "prompts"
+    path.write_text(FORMS["text_lines"][1])
+    code = """
+import sys
+from vllm_prefixshare.cli.main import main
+assert main(["estimate", sys.argv[1], "--gpu", "H200"]) == 0
+assert not {"torch", "triton", "vllm"} & sys.modules.keys()
+"""
+    run_python(code, path)
 
 
 def test_parquet_without_pyarrow_is_one_sentence(tmp_path):
