@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import pickle
@@ -124,42 +125,47 @@ def test_hooks_are_installed_once():
         assert not hasattr(function.__wrapped__, "__wrapped__")
 
 
-def test_two_installs_of_the_plugin_are_one(tmp_path):
-    """As in a container with a wheel, and a checkout in front of it: vLLM finds the entry points of
-    both, and Python imports one package.
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory) -> dict[str, object]:
+    """What a program finds that imports a hooked module before it loads plugins, with two installs
+    of the plugin: in a container with a wheel, and a checkout in front of it. vLLM finds the entry
+    points of both, and Python imports one package.
     """
+    folder = tmp_path_factory.mktemp("installs")
     installed = importlib.metadata.distribution("vllm_prefixshare")
-    second = tmp_path / "vllm_prefixshare-9.dist-info"
+    second = folder / "vllm_prefixshare-9.dist-info"
     second.mkdir()
     for name in ("METADATA", "entry_points.txt"):
         (second / name).write_text(installed.read_text(name))
-    code = (
-        "import importlib.metadata\n"
-        "from vllm.plugins import load_general_plugins\n"
-        "from vllm.engine.arg_utils import EngineArgs\n"
-        "load_general_plugins()\n"
-        "once = EngineArgs.create_engine_config.__wrapped__\n"
-        "group = importlib.metadata.entry_points(group='vllm.general_plugins')\n"
-        "found = [e for e in group if e.name == 'prefix_share']\n"
-        "print(len(found), hasattr(once, '__wrapped__'))"
-    )
-    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = run_python(code, PYTHONPATH=path)
-    number, twice = done.stdout.split("\n")[-2].split()
-    assert int(number) >= 1, "importlib.metadata may list one distribution of a name"
-    assert twice == "False"
-
-
-def test_a_program_may_import_a_hooked_module_before_plugins_are_loaded():
     # the import resolves the platform, and that loads plugins while the module is half imported
-    code = (
-        "import vllm.v1.serial_utils as module\n"
-        "from vllm.plugins import load_general_plugins\n"
-        "load_general_plugins()\n"
-        "from vllm_prefixshare.vllm_plugin.prompts import parts\n"
-        "print(hasattr(module.MsgpackEncoder.encode, '__wrapped__'), parts._unavailable)"
-    )
-    assert run_python(code).stdout.split("\n")[-2] == "True set()"
+    code = """
+import importlib.metadata, json
+import vllm.v1.serial_utils as module
+from vllm.plugins import load_general_plugins
+from vllm.engine.arg_utils import EngineArgs
+load_general_plugins()
+from vllm_prefixshare.vllm_plugin.prompts import parts
+once = EngineArgs.create_engine_config.__wrapped__
+group = importlib.metadata.entry_points(group="vllm.general_plugins")
+print(json.dumps({
+    "installs": len([e for e in group if e.name == "prefix_share"]),
+    "hooked twice": hasattr(once, "__wrapped__"),
+    "hooked": hasattr(module.MsgpackEncoder.encode, "__wrapped__"),
+    "unavailable": list(parts._unavailable),
+}))
+"""
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return json.loads(run_python(code, PYTHONPATH=path).stdout.splitlines()[-1])
+
+
+def test_two_installs_of_the_plugin_are_one(loaded):
+    assert loaded["installs"] >= 1, "importlib.metadata may list one distribution of a name"
+    assert not loaded["hooked twice"]
+
+
+def test_a_program_may_import_a_hooked_module_before_plugins_are_loaded(loaded):
+    assert loaded["hooked"]
+    assert loaded["unavailable"] == []
 
 
 def test_the_backend_member_unpickles_where_no_plugin_was_loaded():
