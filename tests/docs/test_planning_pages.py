@@ -3,11 +3,12 @@
 import dataclasses
 import re
 
+from benchmarks.kernel.cost_tables import profiled
 from tests.support.documentation import ROOT
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.catalog import CATALOG, Gpu
 from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
-from vllm_prefixshare.planning.costs.lookup import SHIPPED
+from vllm_prefixshare.planning.costs.lookup import SHIPPED, fingerprint
 from vllm_prefixshare.planning.costs.table import CostTable, Fingerprint
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
@@ -31,11 +32,17 @@ def test_defaults_are_those_of_the_code():
 
 
 def test_fields_of_a_table_are_explained():
-    (path,) = SHIPPED.glob("*.json")  # the page has a row for it
     assert (
-        "| H200, Hopper kernel, head_dim 128, 16 bits | the table that is shipped |" in TABLES_PAGE
+        "| H200, head_dim 64, 128 and 256 | a shipped table: of either kernel, for 16-bit and fp8 "
+        "KV caches |" in TABLES_PAGE
     )
-    assert path.name.startswith("nvidia_h200_x132-128-16-bit-16-bit-hopper")
-    fields = CostTable.load(path).to_json().keys() - {"format"}
+    wanted = {
+        fingerprint(of.attention, of.kernel, "NVIDIA H200 x132").file_name()
+        for of in profiled()
+        if of.attention.kv_lora_rank is None
+    }
+    paths = list(SHIPPED.glob("*.json"))
+    assert {path.name for path in paths} == wanted
+    (fields,) = {frozenset(CostTable.load(path).to_json()) - {"format"} for path in paths}
     named = set(re.findall(r"`(\w+)`", TABLES_PAGE))
     assert fields | {field.name for field in dataclasses.fields(Fingerprint)} <= named

@@ -20,8 +20,7 @@ from vllm_prefixshare.utils.trusted_files import distrusted
 if TYPE_CHECKING:
     import torch
 
-#: Versions of the executors, changed whenever their speed does; part of every fingerprint. The
-#: table shipped for hopper-1 is older than that rule: short tiles take 0.77 of its times now.
+#: Versions of the executors, changed whenever their speed does; part of every fingerprint.
 KERNELS = {
     "torch": "torch-1",
     "native": "native-1",
