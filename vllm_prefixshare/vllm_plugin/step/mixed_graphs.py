@@ -47,11 +47,6 @@ def mixed_graphs_refusal(config: Any) -> str | None:
         (model.is_hybrid or model.is_encoder_decoder, "a hybrid or encoder-decoder model"),
         (getattr(model.hf_text_config, "sliding_window", None) is not None, "sliding windows"),
         (model.attention_chunk_size is not None, "chunked attention"),
-        # Log-probabilities of answers in such graphs differ from FLASH_ATTN's prefill by 0.35 nats
-        # on average; FLASH_ATTN's, with prompts rounded as in that prefill, by 0.15.
-        # Whether both are as far from a 16-bit cache (tests/gpu/test_gpu_mixed_graphs.py) has not
-        # run yet.
-        (config.cache_config.cache_dtype.startswith("fp8"), "an fp8 KV cache"),
         (config.attention_config.flash_attn_version not in (None, 3), "another FlashAttention"),
         (invariance.wanted() or settings().divider == invariance.DIVIDER, "batch invariance"),
         (settings().kernel == "portable", "the portable kernel"),
