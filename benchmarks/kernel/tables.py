@@ -266,16 +266,19 @@ def windows_table() -> str:
     options = (r["command"].split(f" {window} ")[1].split(" --out")[0] for r in results[1:])
 
     def times(result: Result, tree: str) -> str:
-        peers = next(cell["peers"] for cell in result["cells"] if cell["workload"] == tree)
+        found = (cell["peers"] for cell in result["cells"] if cell["workload"] == tree)
+        if (peers := next(found, None)) is None:
+            return ""
         ours, fa3 = (1e3 * peers[peer]["ms"] for peer in (OURS[0], "fa3"))
         return f"{ours:.1f} / {fa3:.1f} ({fa3 / ours:.2f})"
 
     lines = table(
-        f"window, head_dim, heads | {' | '.join(trees)}",
+        f"window, head_dim, heads | Triton | {' | '.join(trees)}",
         (
             (
                 f"{r['sliding_window']}, {r['head_dim']}, {r['cells'][0]['heads']}"
-                f"{', sinks' if r['sinks'] else ''}",
+                f"{', sinks' if r['sinks'] else ''}{', fp8' if r['kv_dtype'] else ''}",
+                r["versions"]["triton"],
                 *(times(r, tree) for tree in trees),
             )
             for r in results

@@ -15,7 +15,8 @@ from vllm_prefixshare.cli.planned import Layer
 from vllm_prefixshare.cli.served import on_one_gpu
 from vllm_prefixshare.config import FP8, MAX_HEAD_DIM, MIN_HEAD_DIM, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.kernels.catalog import Gpu, candidates
+from vllm_prefixshare.kernels.catalog import CATALOG, Gpu, candidates
+from vllm_prefixshare.kernels.geometry import HOPPER
 from vllm_prefixshare.planning.costs.gpus import GPUS
 from vllm_prefixshare.planning.sharing import min_window
 from vllm_prefixshare.vllm_plugin import compat
@@ -48,8 +49,10 @@ def rows_of(model: str) -> list[tuple[str, ...]]:
 
 
 def min_window_on(gpu: str, attention: AttentionConfig) -> int | None:
-    """The least window that is served on a GPU without a measured cost table."""
+    """The least window that is served on a GPU without a cost table of its own."""
     planning = Layer.on(gpu, attention)
+    if planning.config.geometry == HOPPER:
+        return 1
     config = planning.config
     rows = attention.gqa_group_size
     return min_window(planning.cost, rows, config.max_tile_requests, config.geometry)
@@ -179,6 +182,7 @@ def test_kernels_are_those_that_are_chosen_for_other_layers():
 
 
 def test_windows_are_served_from_where_the_estimate_says():
+    assert CATALOG["hopper"].fast_alone and not CATALOG["portable"].fast_alone
     found: dict[tuple[bool, bool], set[int | None]] = {}
     for name in GPUS:
         for heads, kv_heads, head_dim in ((64, 8, 64), (32, 8, 128), (16, 8, 256), (8, 4, 256)):
@@ -187,16 +191,17 @@ def test_windows_are_served_from_where_the_estimate_says():
                     heads, kv_heads, head_dim, 16, kv_dtype=cache, query_dtype=cache
                 )
                 least = min_window_on(name, layer)
-                found.setdefault((name == "H200", cache is not None), set()).add(least)
+                is_hopper = GPUS[name].capability == (9, 0)
+                found.setdefault((is_hopper, cache is not None), set()).add(least)
     assert found == {
-        (True, False): {1024},
-        (True, True): {2048},
-        (False, False): {256, 512, 1024, 2048},
-        (False, True): {256, 512, 1024, 2048, 4096},
+        (True, False): {1},
+        (True, True): {1},
+        (False, False): {256, 512, 1024},
+        (False, True): {256, 512, 1024, 2048},
     }
     sentence = (
-        "1024 tokens on an H200 for head_dim 64 to 256, 2048 with an fp8 KV cache; 256 to 2048 "
-        "tokens on other GPUs by their data sheets, up to 4096 with an fp8 KV cache"
+        "from 256 to 1024 tokens on by the data sheets of other GPUs, up to 2048 with an fp8 KV "
+        "cache"
     )
     assert sentence in PAGE
 

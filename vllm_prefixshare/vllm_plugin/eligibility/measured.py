@@ -6,6 +6,7 @@ import torch
 
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
+from vllm_prefixshare.kernels.catalog import CATALOG
 from vllm_prefixshare.kernels.registry import kernels_that_may_serve
 from vllm_prefixshare.planning.costs.lookup import cost_model
 from vllm_prefixshare.planning.sharing import min_window
@@ -20,12 +21,16 @@ def this_device() -> torch.device:
 
 @cache
 def shortest_window(attention: AttentionConfig) -> int | None:
-    """Minimum sliding window, in tokens, for which the cost table expects a gain; None if none.
+    """Minimum sliding window that is served, in tokens: any where the kernel is as fast as
+    FlashAttention without sharing, else from where the cost table expects a gain by sharing. None
+    if no window is.
 
     Raises:
         PrefixShareError: no kernel serves the shape, or a cost table does not fit.
     """
     kernel = kernels_that_may_serve(attention, this_device(), settings().kernel, 1)[0]
+    if CATALOG[kernel.name].fast_alone:
+        return 1
     limits = kernel.limits
     cost = cost_model(attention, kernel.name, logger().info_once)
     return min_window(cost, attention.gqa_group_size, limits.max_tile_requests, limits.geometry)
