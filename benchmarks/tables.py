@@ -87,6 +87,7 @@ PAGES = {
             kernel_section("Other workloads", "kernel_workloads"),
             kernel_section("Batches of any size", "kernel_batches"),
             kernel_section("H100", "kernel_h100"),
+            kernel_section("Torch 2.14 and Triton 3.8", "kernel_newest"),
             Section(
                 "The Hopper kernel under two Tritons", "kernel_triton/3.8.0", kernel.triton_table
             ),
