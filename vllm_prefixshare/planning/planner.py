@@ -292,7 +292,7 @@ class DecodePlanner:
             first = last_split(planned_seq_lens, size)
             plan = replace(plan, planned_seq_lens=first + 1)
             return _NewPlan(plan, (first + size).astype(float), unshared)
-        growth = self._balanced_growth(plan, problem.rows_per_request, query_len)
+        growth = self._growth(plan, problem.rows_per_request, query_len)
         return _NewPlan(plan, planned_seq_lens.astype(np.float64) + slack + growth, unshared)
 
     def _why_unshared(
@@ -326,12 +326,16 @@ class DecodePlanner:
             query_len=query_len,
         )
 
-    def _balanced_growth(self, plan: DecodePlan, rows: int, query_len: int) -> float:
-        """By how many tokens each request may grow until the plan is no longer balanced."""
-        if self.config.num_workers == 1:
-            return np.inf
-        us_per_token = self._rates.memory[int(rows > self.config.geometry.half_rows)]
-        growth = plan.balanced_growth(us_per_token, self.config.rebalance_factor)
+    def _growth(self, plan: DecodePlan, rows: int, query_len: int) -> float:
+        """By how many tokens each request may grow until the plan is no longer balanced, or reads
+        a quarter more than a sliding window: it still reads what the window has left.
+        """
+        growth, window = np.inf, self.config.sliding_window
+        if self.config.num_workers > 1:
+            us_per_token = self._rates.memory[int(rows > self.config.geometry.half_rows)]
+            growth = plan.balanced_growth(us_per_token, self.config.rebalance_factor)
+        if window is not None:
+            growth = min(growth, window / 4)
         return max(growth, MIN_STEPS * query_len)
 
 

@@ -90,6 +90,21 @@ def test_a_plan_holds_while_windows_move():
     assert planner.update(table, lens + 20).plan is not plan
 
 
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_a_plan_ends_when_it_reads_a_quarter_more_than_the_windows(num_workers):
+    window = 128
+    lens = np.full(8, 300, np.int32)  # in balance however long they grow
+    table = 1 + np.arange(8 * 40, dtype=np.int32).reshape(8, 40)
+    planner = make_planner(
+        16, divider="depth_first", num_workers=num_workers, sliding_window=window
+    )
+    plan = planner.update(table, lens).plan
+    assert planner.update(table, lens + window // 4).plan is plan
+    read = plan.kv_tokens_read(lens + window // 4)
+    assert read <= 1.25 * 8 * (window + 16), "a window begins inside a block"
+    assert planner.update(table, lens + window // 4 + 1).plan is not plan
+
+
 def test_invariants_find_a_window_that_is_not_read():
     table, lens = batch(10, [43, 45, 47], freed=False)
     plan = planned(table, lens, num_workers=1)
