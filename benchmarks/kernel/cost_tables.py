@@ -1,5 +1,5 @@
 """Every cost table that is shipped for a GPU, measured on the one that is here: both GPU kernels at
-head_dim 64, 128 and 256, and MLA, with 16-bit and fp8 KV caches.
+head_dim 64, 128 and 256, with 16-bit and fp8 KV caches. MLA layers plan by an estimate.
 
     python -m benchmarks.kernel.cost_tables --out vllm_prefixshare/planning/costs/tables
 
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from benchmarks.support.program import make_parser, one_sentence
-from vllm_prefixshare.config import FP8, LATENT_SHAPE, AttentionConfig
+from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning.costs.lookup import fingerprint, has_gpu
 from vllm_prefixshare.planning.costs.table import CostTable
 from vllm_prefixshare.profiling.gpu_table import (
     BLOCK_SIZE,
-    LATENT_HEADS,
     NUM_KV_HEADS,
     NUM_QO_HEADS,
     measure_gpu,
@@ -35,11 +34,10 @@ REPEATS = 15
 
 
 class Profiled(NamedTuple):
-    """A layer, the kernel's name in cost tables, and how an executor is asked for it."""
+    """A layer, and the kernel that runs it."""
 
     attention: AttentionConfig
-    kernel: str
-    asked: Literal["auto", "hopper", "portable"]
+    kernel: Literal["hopper", "portable"]
 
     @property
     def title(self) -> str:
@@ -54,11 +52,7 @@ def profiled() -> Iterator[Profiled]:
     for name, head_dim, cache in product(named, HEAD_DIMS, (None, FP8)):
         # as in an engine, queries are quantised where the cache is
         layer = NUM_QO_HEADS, NUM_KV_HEADS, head_dim, BLOCK_SIZE, "bfloat16", cache, cache
-        yield Profiled(AttentionConfig(*layer), name, name)
-    width, rank = LATENT_SHAPE
-    for cache in (None, FP8):
-        layer = LATENT_HEADS, 1, width, BLOCK_SIZE, "bfloat16", cache, cache
-        yield Profiled(AttentionConfig(*layer, kv_lora_rank=rank), "mla_hopper", "auto")
+        yield Profiled(AttentionConfig(*layer), name)
 
 
 def measure(of: Profiled) -> CostTable:
@@ -73,7 +67,7 @@ def measure(of: Profiled) -> CostTable:
     timer = GpuTimer()
     return measure_gpu(
         of.attention,
-        lambda shape: GpuExecutor(shape, "cuda", kernel=of.asked),
+        lambda shape: GpuExecutor(shape, "cuda", kernel=of.kernel),
         lambda call: timer.time(capture(call)[0].replay, REPEATS).median_ms * 1e3,
     )
 

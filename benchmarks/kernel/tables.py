@@ -285,7 +285,7 @@ def windows_table() -> str:
         ),
     )
     how = (
-        f"{results[0]['gpu']}; {versions(results[0])}. "
+        f"{results[0]['gpu']}; {versions(results[0])}; under Triton 3.8.0 torch is 2.14.0. "
         + ", ".join([f"`{results[0]['command']}`", *(f"`{window} {of}`" for of in options)])
         + f": microseconds of one layer, ours / FA3 (ratio), medians of {results[0]['repeats']} "
         "CUDA-graph replays with the L2 cache flushed."

@@ -629,8 +629,8 @@ EXPERIMENTS = (
         "The cost table has 3 x 8 shapes, up to 128 rows and 8192 tokens. The paper's grid is "
         "measured and compared with what the table interpolates. Rows are multiples of four "
         "heads, and end at the 64 of the portable kernel's tiles. All multiprocessors are busy, as "
-        "in a batch. In the published run the Hopper kernel's table is the shipped one, which is "
-        "older than the kernel; the portable kernel's was measured in the run.",
+        "in a batch. In the published run the Hopper kernel's table is the one shipped then, "
+        "which was older than the kernel; the portable kernel's was measured in the run.",
         GPU,
         estimator_points,
         estimator_sentence,

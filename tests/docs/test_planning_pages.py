@@ -37,9 +37,7 @@ def test_fields_of_a_table_are_explained():
         "KV caches |" in TABLES_PAGE
     )
     wanted = {
-        fingerprint(of.attention, of.kernel, "NVIDIA H200 x132").file_name()
-        for of in profiled()
-        if of.attention.kv_lora_rank is None
+        fingerprint(of.attention, of.kernel, "NVIDIA H200 x132").file_name() for of in profiled()
     }
     paths = list(SHIPPED.glob("*.json"))
     assert {path.name for path in paths} == wanted

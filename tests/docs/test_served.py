@@ -182,7 +182,7 @@ def test_kernels_are_those_that_are_chosen_for_other_layers():
 
 
 def test_windows_are_served_from_where_the_estimate_says():
-    assert CATALOG["hopper"].fast_alone and not CATALOG["portable"].fast_alone
+    assert CATALOG["hopper"].fast_windows and not CATALOG["portable"].fast_windows
     found: dict[tuple[bool, bool], set[int | None]] = {}
     for name in GPUS:
         for heads, kv_heads, head_dim in ((64, 8, 64), (32, 8, 128), (16, 8, 256), (8, 4, 256)):

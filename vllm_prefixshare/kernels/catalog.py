@@ -251,18 +251,17 @@ class CatalogEntry(NamedTuple):
 
     class_name: its class in the module ``launch`` of its folder.
     limits: limits of its plans, by layer, maximum number of query tokens and GPU.
-    fast_alone: in every measured cell it reads requests that share nothing in a sliding window no
-        slower than FlashAttention does.
+    fast_windows: in a sliding window it is as fast as FlashAttention if nothing is shared.
     """
 
     class_name: str
     limits: Callable[[AttentionConfig, int, Gpu], KernelLimits]
-    fast_alone: bool = False
+    fast_windows: bool = False
 
 
 #: By the name of the kernel's folder.
 CATALOG = {
-    "hopper": CatalogEntry("HopperKernel", hopper_limits, fast_alone=True),
+    "hopper": CatalogEntry("HopperKernel", hopper_limits, fast_windows=True),
     "portable": CatalogEntry("PortableKernel", portable_limits),
     "mla_hopper": CatalogEntry("LatentHopperKernel", latent_limits),
 }

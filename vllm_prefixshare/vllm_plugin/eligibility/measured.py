@@ -29,7 +29,7 @@ def shortest_window(attention: AttentionConfig) -> int | None:
         PrefixShareError: no kernel serves the shape, or a cost table does not fit.
     """
     kernel = kernels_that_may_serve(attention, this_device(), settings().kernel, 1)[0]
-    if CATALOG[kernel.name].fast_alone:
+    if CATALOG[kernel.name].fast_windows:
         return 1
     limits = kernel.limits
     cost = cost_model(attention, kernel.name, logger().info_once)

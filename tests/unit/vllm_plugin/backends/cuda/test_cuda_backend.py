@@ -725,6 +725,16 @@ def windows(monkeypatch):
     measured.shortest_window.cache_clear()
 
 
+@pytest.mark.parametrize(("kernel", "shortest"), [("hopper", 1), ("portable", 64)])
+def test_only_the_hopper_kernel_serves_every_window(monkeypatch, windows, kernel, shortest):
+    serving = SimpleNamespace(
+        name=kernel, limits=SimpleNamespace(max_tile_requests=8, geometry=None)
+    )
+    monkeypatch.setattr(measured, "kernels_that_may_serve", lambda *arguments: [serving])
+    monkeypatch.setattr(measured, "this_device", lambda: None)
+    assert measured.shortest_window(AttentionConfig(16, 4, 64, 16)) == shortest
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # rows that see nothing of a run
 def test_a_sliding_window_moves_while_its_plan_holds(monkeypatch, windows):
     # the windows begin in the document, before it, and after it
@@ -1019,7 +1029,6 @@ NOT_MIXED = {
     "a multimodal model": ("model_config.is_multimodal_model", True),
     "diffusion decoding": ("model_config.is_diffusion", True),
     "chunked attention": ("model_config.attention_chunk_size", 8192),
-    "an fp8 KV cache": ("cache_config.cache_dtype", "fp8_e4m3"),
     "another FlashAttention": ("attention_config.flash_attn_version", 2),
     "hybrid": ("model_config.is_hybrid", True),
     "encoder-decoder": ("model_config.is_encoder_decoder", True),
