@@ -48,7 +48,7 @@ from vllm_prefixshare.kernels.extras import LayerExtras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
 from vllm_prefixshare.kernels.portable import launch as portable_launch
 from vllm_prefixshare.planning.planner import PLANNING_FAILED
-from vllm_prefixshare.vllm_plugin import register
+from vllm_prefixshare.vllm_plugin import compat, register
 from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
 from vllm_prefixshare.vllm_plugin.backends.cuda import metadata as cuda_metadata
 from vllm_prefixshare.vllm_plugin.eligibility import measured
@@ -438,6 +438,7 @@ def test_images_stay_with_their_requests(monkeypatch):
     assert [part.mm_req_doc_ranges for part in parts] == [{1: [(72, 76)]}]
 
 
+@pytest.mark.skipif(not compat.has_composite(), reason="this vLLM has no composite backend")
 def test_image_ranges_are_those_of_a_parts_own_tokens(monkeypatch):
     for module in ("vllm.utils.torch_utils", "vllm.v1.attention.backends.flash_attn"):
         monkeypatch.setattr(f"{module}.PIN_MEMORY", False)
