@@ -192,7 +192,7 @@ EXPERIMENTS = (
         "Counted from plans as an H200 would have them, for the 15 trees of figure 9 and its three "
         "head shapes; of blocks of 16 tokens, so that nodes of 8 are copies. Edges are "
         "assigned by the paper's equations (`benchmarks/papers/padding.py`), or by our costs, "
-        "which were an estimate when this was counted.",
+        "which are measured.",
         CPU,
         count_trees,
         count_sentence,

@@ -711,7 +711,7 @@ def test_plans_are_priced_for_the_cache_that_vllm_would_have(tmp_path, capsys, c
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(f"{[1] * 8192}\n" * 32)
     of = {
-        "inspect": ["inspect", "--tree", "1,32_8192,64", *gpu],
+        "inspect": ["inspect", "--tree", "1,32_65536,64", *gpu],
         "estimate": ["estimate", str(prompts), "--gpu", *gpu],
     }[command]
 
