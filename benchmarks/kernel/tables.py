@@ -273,19 +273,19 @@ def windows_table() -> str:
         return f"{ours:.1f} / {fa3:.1f} ({fa3 / ours:.2f})"
 
     lines = table(
-        f"window, head_dim, heads | Triton | {' | '.join(trees)}",
+        f"window, head_dim, heads | torch | Triton | {' | '.join(trees)}",
         (
             (
                 f"{r['sliding_window']}, {r['head_dim']}, {r['cells'][0]['heads']}"
                 f"{', sinks' if r['sinks'] else ''}{', fp8' if r['kv_dtype'] else ''}",
-                r["versions"]["triton"],
+                *(r["versions"][name] for name in ("torch", "triton")),
                 *(times(r, tree) for tree in trees),
             )
             for r in results
         ),
     )
     how = (
-        f"{results[0]['gpu']}; {versions(results[0])}; under Triton 3.8.0 torch is 2.14.0. "
+        f"{results[0]['gpu']}; {versions(results[0])} where no other is named. "
         + ", ".join([f"`{results[0]['command']}`", *(f"`{window} {of}`" for of in options)])
         + f": microseconds of one layer, ours / FA3 (ratio), medians of {results[0]['repeats']} "
         "CUDA-graph replays with the L2 cache flushed."

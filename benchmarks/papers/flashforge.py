@@ -652,7 +652,7 @@ LEFT_OUT = (
     LeftOut(PAPER, "figure 7, four of its five sweeps", "only the length of one document was "
             "swept in engines; [flashforge-figure-7-sweeps](#flashforge-figure-7-sweeps) has the "
             "others and did not run yet", True),
-    LeftOut(PAPER, "section 5.2, measured cost tables of an H100", "those of an H200 are shipped "
+    LeftOut(PAPER, "section 5.2, measured cost tables of an H100", "tables of an H200 are shipped "
             "for both kernels; no H100 was there to measure (`python -m "
             "benchmarks.kernel.cost_tables`). The figures above are from before these tables. MLA "
             "plans were [no faster by measured prices](../../docs/notes/mla.md)", True),

@@ -49,7 +49,7 @@ def rows_of(model: str) -> list[tuple[str, ...]]:
 
 
 def min_window_on(gpu: str, attention: AttentionConfig) -> int | None:
-    """The least window that is served on a GPU without a cost table of its own."""
+    """The least window that is served on a GPU, by its shipped table or the estimate."""
     planning = Layer.on(gpu, attention)
     if planning.config.geometry == HOPPER:
         return 1

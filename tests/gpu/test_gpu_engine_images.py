@@ -3,7 +3,7 @@ Gemma 3 with a vision tower, and requests with and without an image in one batch
 
 vLLM sends steps with image tokens to TRITON_ATTN, all others to PREFIX_SHARE. As in
 ``test_gpu_engine_windows.py`` the error in decode, against the prefill of the same tokens in vLLM's
-own backend, is compared with the error of its own decode.
+own backend, is compared with the error of its decode.
 
     python -m pytest -m gpu tests/gpu/test_gpu_engine_images.py
 """

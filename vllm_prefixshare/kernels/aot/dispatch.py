@@ -72,7 +72,7 @@ def _choice(
 
 def _looked_at(x: Any) -> Any:
     """The properties of an argument from which Triton chooses a binary."""
-    if isinstance(x, torch.Tensor):  # without a tuple for most: there are thirty
+    if isinstance(x, torch.Tensor):  # usually aligned; a launch has thirty, and tuples take time
         return (x.dtype,) if x.data_ptr() & 15 else x.dtype
     if isinstance(x, int):
         return type(x), x == 1, x & 15 == 0, x >> 31

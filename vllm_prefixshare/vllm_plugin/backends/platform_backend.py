@@ -56,12 +56,8 @@ class BackendMethods:
     @classmethod
     def decline_layer(cls, attn_selector_config: Any) -> str | None:
         """Why a layer keeps vLLM's own backend; None if it is served."""
-        reason = declines(attn_selector_config, cls.on_gpu)
-        if reason is None and attn_selector_config.use_mm_prefix:
-            # the patches choose this class for every layer, never a composite
-            reason = "bidirectional multimodal prefixes"
-            fall_back(reason)
-        return reason
+        # the patches choose this class for every layer, never a composite
+        return declines(attn_selector_config, cls.on_gpu, without=frozenset({"mm_prefix"}))
 
     @classmethod
     def choose_mla_class(cls, own: str, attn_selector_config: Any) -> str:
