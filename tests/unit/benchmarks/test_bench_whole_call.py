@@ -18,6 +18,7 @@ from benchmarks.whole_call.measuring import Outcome, digest
 from benchmarks.whole_call.rows import ALL_ROWS, PROMPTS
 from benchmarks.whole_call.texts import Document, shuffled
 from benchmarks.whole_call.workloads import NUM_STEPS, NUM_TURNS, WORKLOADS, Workloads
+from tests.support.engine import ONE_PROCESS
 from vllm_prefixshare.settings import VARIABLES
 
 ROOT = Path(__file__).parents[3]
@@ -322,7 +323,9 @@ def test_a_published_run_has_its_page_and_its_table_in_the_docs(monkeypatch):
 
 
 @pytest.mark.engine
-def test_two_rows_on_the_embedded_model(tmp_path, capsys):
+def test_two_rows_on_the_embedded_model(tmp_path, capsys, monkeypatch):
+    for name, value in ONE_PROCESS.items():
+        monkeypatch.setenv(name, value)
     out = tmp_path / "whole_call.json"
     options = [
         "--rows", "flash_attn,prefix_share_kernel_only", "--workloads", "cached,host",
