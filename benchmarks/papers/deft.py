@@ -15,14 +15,13 @@ from benchmarks.papers import counters, recordings
 from benchmarks.papers.experiment import (
     CPU,
     GPU,
-    Experiment,
     Figures,
     Lazily,
-    LeftOut,
     Point,
     Results,
     Series,
     Setting,
+    experiment,
     mega,
     span,
 )
@@ -41,7 +40,6 @@ accounting = Lazily("accounting")
 methods = Lazily("methods")
 timing = Lazily("timing")
 
-PAPER = "DeFT"
 #: Llama-3-8B: heads, layers, query heads for a KV head
 HEADS, LAYERS, GROUP = (32, 8), 32, 4
 WIDTHS = (20, 30, 50)
@@ -852,263 +850,91 @@ def chunk_times_sentence(results: Results) -> str:
 
 
 EXPERIMENTS = (
-    Experiment(
+    experiment(
         "deft-table-17",
-        PAPER,
-        "the paper's runs of token trees are not published; those that DeFT publishes are counted",
-        "A.7 (A.6 of the first version)",
-        "table 17 (12): KV, partial results and masks",
-        "73% to 99.6% less KV read than flash-decoding, 99.7% to 100% less partial results than "
-        "Medusa's tree attention",
-        "Counted at every step from plans as an H200 would have them. Few-shot prompts of 4000 "
-        "tokens, 400 steps. The recorded tasks are the first ten complete runs of each `*ToT.json` "
-        "in `--deft-recordings FOLDER`, the token trees the runs that DeFT publishes, by the "
-        "`APPS_tree_size*.json` there: a prompt of 1016 tokens, 1507 steps, up to 6255 tokens. "
-        "Each is counted as one request's token tree and as DeFT's programs run it, a star of as "
-        "many requests.",
         CPU,
         count_tasks,
         tasks_sentence,
-        "the paper counts the KV once for each query head, also where four share a KV head: "
-        "counted so, few-shot comes out to the last digit, the recorded tasks within 0.1%. The "
-        "paper's rows of token trees are of longer runs than those that DeFT publishes: 7.6 to 7.8 "
-        "million tokens a query, 5.6 in the published ones, which stars match to the byte. Ours "
-        "divides a token tree among all workers: that costs partial results and saves about a "
-        "third of the time "
-        "for 64 tokens on 1297, 42.6 us -> 27.4 "
-        "([deep dive](../../docs/notes/small-layers.md)), and half of it on 4000, 75.5 -> 36.0",
         tasks_table,
         tasks_series,
         reads_recordings=True,
     ),
-    Experiment(
+    experiment(
         "deft-table-17-dram",
-        PAPER,
-        "one layer, quaternary trees, one context",
-        "A.7",
-        "table 17: token trees, by the GPU's counters",
-        "KV read 96.9% to 99.6% less than flash-decoding's, from 32 to 256 tokens: once for all",
-        "Nsight Compute's DRAM bytes of the launches of one layer, caches empty before each, "
-        "quaternary token trees, contexts of 20000 tokens; needs `ncu` on the path. Every tile of "
-        "a tree's query rows loads the KV: the counters say how often the memory delivers it.",
         GPU,
         count_walks,
         walks_sentence,
-        "the paper counts by formula; the tiles of a request run side by side, and all but the "
-        "first find most of the KV in the L2 cache. They are not fewer, because where there are "
-        "many, the roofline is arithmetic: see [deft-table-16](#deft-table-16)",
         walks_table,
         walks_series,
         seconds=60 * counters.MINUTES,
         at_once=True,
     ),
-    Experiment(
+    experiment(
         "deft-table-14",
-        PAPER,
-        "another GPU; without the time in which multiprocessors are hardly used",
-        "A.7",
-        "table 14: how busy the GPU is",
-        "DeFT-Node 961 us, 7.6% of the multiprocessors' throughput and 17.4% of the memory's; "
-        "DeFT-Flatten 227 us, 21.2% and 51.9%",
-        "64 queries on a prompt of 4000 tokens: as requests with a token of their own each, so "
-        "that the prompt is a node as in the paper; and as one request's quaternary token tree, "
-        "which DeFT-Node does not cut. DeFT's dividers in the portable kernel, which is written in "
-        "Triton as the paper's. Times are those of a CUDA graph; Nsight Compute's SM and DRAM "
-        "throughput are means over the time of a layer's launches, caches empty before each; needs "
-        "`ncu` on the path.",
         GPU,
         count_use,
         use_sentence,
-        "another GPU and another kernel. The memory delivers this layer's 16.6 MB of KV in 4 us, "
-        "which is little of the 24 to 30 us that a divided layer takes with its launches and its "
-        "merging. DeFT-Node reads the whole prompt in one tile for each KV head, or in four, so "
-        "that most multiprocessors have nothing to do",
         use_table,
         time_series,
         seconds=60 * counters.MINUTES,
         at_once=True,
     ),
-    Experiment(
-        "deft-table-6",
-        PAPER,
-        "another GPU; three of 400 steps; without width 10 and Medusa's attention",
-        "4.4",
-        "tables 6, 20 and 21 and figure 14: splitting strategies, few-shot",
-        "attention of Radix Attention over DeFT-Flatten 1.7 to 1.8 times, of DeFT-Node 1.8 to 3.1, "
-        "of DeFT-Node-Chunk 2.3 to 2.5; of Radix Attention with 30 samples on CodeLlama-34B 1.75, "
-        "on CodeLlama-7B 1.5",
-        "One layer at steps 16, 200 and 400; the heads of Llama-3-8B, of CodeLlama-7B and of "
-        "CodeLlama-34B. Every strategy in the same kernel, ours; Flatten's masks are intervals of "
-        "requests.",
-        GPU,
-        time_strategies,
-        strategies_sentence,
-        "another GPU; the strategies share our kernel, which the paper's do not",
-        time_over_steps,
-        time_series,
+    experiment(
+        "deft-table-6", GPU, time_strategies, strategies_sentence, time_over_steps, time_series
     ),
-    Experiment(
+    experiment(
         "deft-recorded",
-        PAPER,
-        "another GPU; four steps of two runs of each file; token trees are in deft-table-16",
-        "4.4",
-        "table 6: splitting strategies, recorded tasks",
-        "attention of Radix Attention over DeFT-Flatten 1.2 (document merging, keyword) to 1.4 "
-        "times (sorting), of DeFT-Node 1.5 to 2.5, of DeFT-Node-Chunk 1.7 to 1.9",
-        "One layer at four steps of the two largest runs of each file in `--deft-recordings "
-        "FOLDER`, instead of every step of every run.",
         GPU,
         time_recorded,
         strategies_sentence,
-        "another GPU; the strategies share our kernel, which the paper's do not",
         time_table,
         time_series,
         reads_recordings=True,
     ),
-    Experiment(
+    experiment(
         "deft-table-7",
-        PAPER,
-        "another GPU; one step of one run",
-        "4.4",
-        "table 7: prompt lengths in sorting, attention",
-        "attention of Radix Attention over DeFT-Flatten 1.39 (a prompt of 1k tokens), 1.71 (5k), "
-        "1.97 (8k) and 1.84 times (10k)",
-        "Attention of one layer at the step of the largest sorting run in `--deft-recordings "
-        "FOLDER` at which most branches grow, instead of whole runs; its prompt, of 1104 tokens in "
-        "DeFT's own recording, is the first and is padded for the others. Both dividers in the "
-        "same kernel, ours; Radix Attention is flash-decoding in it.",
         GPU,
         time_prompts,
         prompts_sentence,
-        "another GPU; the step with most branches, 19, has more to share than the run in the mean: "
-        "flash-decoding loads 7 to 15 times the distinct KV; the dividers share our kernel, which "
-        "the paper's do not",
         time_table,
         time_series,
         reads_recordings=True,
     ),
-    Experiment(
+    experiment(
         "deft-figure-13",
-        PAPER,
-        "another GPU; attention of a layer instead of whole steps",
-        "A.7",
-        "figure 13: splitting strategies, step by step",
-        "a step under DeFT-Node takes about 1.75 times as long as under DeFT-Flatten, and the "
-        "longer, the more the tree's nodes differ in length",
-        f"Attention of one layer at {ITERATIONS} evenly spaced steps of the largest sorting run in "
-        "`--deft-recordings FOLDER`, instead of whole steps of an engine. Every strategy in the "
-        "same kernel, ours.",
         GPU,
         time_iterations,
         iterations_sentence,
-        "attention of a layer, not a whole step; another GPU; the strategies share our kernel. "
-        "Nodes in a row that the same branches share are one node for the dividers here: the "
-        "longest has 1104 tokens at first, the prompt's, and 4344 at the last step, and DeFT-Node, "
-        "which does not cut it, takes longer with it. The recorded nodes do not show that, because "
-        "none is longer than the prompt. With nodes joined so, the correlation is 0.95 with the "
-        "spread and 0.97 with the longest",
         iterations_table,
         time_series,
         reads_recordings=True,
     ),
-    Experiment(
+    experiment(
         "deft-table-16",
-        PAPER,
-        "another GPU; without Medusa's attention and DeFT's own kernel",
-        "A.7",
-        "table 16 and figure 18: token trees, prompt lengths",
-        "attention of Radix Attention over DeFT-Flatten 1.96 (32 tokens) to 3.59 times (256)",
-        "Trees of 32 to 256 tokens at batches of 1, 8 and 32 with contexts of 2000 tokens, and "
-        "contexts of 1000 to 20000 tokens at a batch of 1. Radix Attention is flash-decoding in "
-        "our kernel over the expanded branches, a request for each token. `--peers` adds "
-        "FlashInfer's masked kernel, and other peers on expanded branches. The trees are Medusa's "
-        "where `--deft-recordings FOLDER` has them, else quaternary ones.",
         GPU,
         time_token_trees,
         token_trees_sentence,
-        "another GPU; the tiles of rows of a tree run side by side and read the KV from memory "
-        "once: at a batch of 1, eight times the tokens take ours about twice as long, and expanded "
-        "branches seven times; at a batch of 32 both take time in proportion. With 128 and 256 "
-        "tokens at batches of 8 and 32 the roofline is arithmetic, and all tiles of rows together "
-        "load the KV no faster than the memory could deliver it, mostly from the L2 cache: fewer "
-        "of them are not expected to save time",
         verified_table,
         time_series,
         reads_recordings=True,
     ),
-    Experiment(
-        "deft-stars",
-        PAPER,
-        "has not run on a GPU yet",
-        "4.4 and A.7",
-        "tables 6 and 16, columns of token trees, and figure 14, width 10",
-        "attention over DeFT-Flatten, 32 to 256 tokens: Radix Attention 1.96 to 3.59 times, "
-        "DeFT-Node 2.6 to 1.03, DeFT-Node-Chunk 1.1 to 1.4, Medusa's attention 1.6 to 1.7; with "
-        "width 10 Medusa's takes about as long as DeFT-Flatten, Radix Attention twice as long",
-        "A token tree is a star of as many requests with one token each, as in DeFT's programs, so "
-        "that all strategies run it, and its own kernel by `--peers deft --deft CHECKOUT`. "
-        "Contexts of the first, a middle and the last step of the published runs. Medusa's "
-        "attention is DeFT's: products in PyTorch with a dense mask, keys and values gathered "
-        "beforehand.",
-        GPU,
-        time_stars,
-        stars_sentence,
-        "another GPU; the strategies share our kernel, which the paper's do not",
-        time_table,
-        time_series,
-    ),
-    Experiment(
+    experiment("deft-stars", GPU, time_stars, stars_sentence, time_table, time_series),
+    experiment(
         "deft-figure-15-bytes",
-        PAPER,
-        "the paper counts no bytes",
-        "A.7",
-        "figure 15: chunk size, in bytes",
-        "a larger chunk loads the queries less often; no figures",
-        "Counted from plans as an H200 would have them: DeFT-Node-Chunk and DeFT-Flatten at each "
-        "size. The star is a token tree as DeFT's programs run it. The Hopper kernel cuts a large "
-        "token tree's KV at multiples of 128 tokens where Flatten decides.",
         CPU,
         count_chunks,
         chunks_sentence,
-        "the paper counts no bytes here",
         chunks_table,
         chunks_series,
         reads_recordings=True,
     ),
-    Experiment(
+    experiment(
         "deft-figure-15",
-        PAPER,
-        "another GPU; Flatten has not run at each chunk size",
-        "A.7",
-        "figure 15: chunk size, in time",
-        "the best chunk depends on lengths and queries; DeFT-Flatten is faster than every chunk",
-        "DeFT-Node-Chunk and DeFT-Flatten at each size in our kernel, so that nothing but the plan "
-        "differs. The published run is from before Flatten took a chunk size.",
         GPU,
         time_chunks,
         chunk_times_sentence,
-        "another GPU and kernel",
         trees_table,
         chunk_times_series,
         reads_recordings=True,
     ),
 )
-
-LEFT_OUT = (
-    LeftOut(PAPER, "table 5", "latency of a whole engine: [the engine table](engine.md) has one "
-            "of the four recorded tasks, keyword, with vLLM itself on both sides; few-shot and the "
-            "other three are `python -m benchmarks.on_gpu figures engine_deft` and did not run "
-            "yet, so that nothing is drawn over DeFT's own data of each iteration", True),
-    LeftOut(PAPER, "figure 4", "parts of a step with unpaged and paged memory: vLLM has paged "
-            "memory alone"),
-    LeftOut(PAPER, "tables 8 and 18, the second row of table 7, figures 16, 17, and 13 of the "
-            "first version", "latencies of a whole engine, as table 5", True),
-    LeftOut(PAPER, "table 6, columns of token trees; figure 14, width 10; Medusa's attention in "
-            "tables 6 and 16", "[deft-stars](#deft-stars) has them and did not run on a GPU yet",
-            True),
-    LeftOut(PAPER, "table 14, the part of the time in which the multiprocessors are hardly used",
-            "it needs samples within a launch; Nsight Compute is asked for its totals", True),
-    LeftOut(PAPER, "table 15", "accuracy needs the paper's model and its weights: see "
-            "[fidelity](../../docs/fidelity.md) for another"),
-    LeftOut(PAPER, "table 19", "an RTX 4090"),
-)  # fmt: skip

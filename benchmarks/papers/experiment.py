@@ -2,6 +2,7 @@
 list of the experiments and their published tables cost no import of torch.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -68,33 +69,34 @@ class Series:
 class Experiment:
     """A figure or table of a paper, and what became of it here.
 
-    name: on the command line, and of its files. differs: what the published run has otherwise than
-    the paper, in a phrase; "" for nothing. item: of the paper, such as "figure 5".
-    claim: what the paper found. changed: what differs here, and why. needs: of this machine.
-    points: those of a setting, the most telling ones first. ours: our finding beside the claim, in
-    one sentence. reason: why it differs from the claim. table: lines of Markdown; none if the
-    sentence says it all. series: for a chart. seconds: after which another program that measures a
-    point is ended: it begins only if `--minutes` leaves as much. at_once: whether that program
-    measures all points, so that after the first the others take no time. reads_recordings: whether
-    its points depend on the files in ``Setting.recordings``.
+    name: on the command line, and of its files. needs: of this machine. points: those of a setting,
+    the most telling ones first. ours: our finding beside the claim, in one sentence. table: lines
+    of Markdown; none if the sentence says it all. series: for a chart. seconds: after which another
+    program that measures a point is ended: it begins only if `--minutes` leaves as much. at_once:
+    whether that program measures all points, so that after the first the others take no time.
+    reads_recordings: whether its points depend on the files in ``Setting.recordings``.
+
+    The texts are in ``experiments.json``. item: of the paper, such as "figure 5". differs: what the
+    published run has otherwise than the paper, in a phrase; "" for nothing. claim: what the paper
+    found. changed: what differs here, and why. reason: why our finding differs from the claim.
     """
 
     name: str
-    paper: str
-    differs: str
-    section: str
-    item: str
-    claim: str
-    changed: str
     needs: str
     points: Callable[[Setting], Iterator[Point]]
     ours: Callable[[Results], str]
+    table: Callable[[Results], list[str]] | None
+    series: Callable[[Results], Series] | None
+    seconds: float
+    at_once: bool
+    reads_recordings: bool
+    paper: str
+    item: str
+    section: str
+    differs: str
+    claim: str
+    changed: str
     reason: str
-    table: Callable[[Results], list[str]] | None = None
-    series: Callable[[Results], Series] | None = None
-    seconds: float = 0.0
-    at_once: bool = False
-    reads_recordings: bool = False
 
     @property
     def status(self) -> str:
@@ -111,12 +113,37 @@ class LeftOut:
     paper: str
     item: str
     why: str
-    possible: bool = False
+    possible: bool
 
     @property
     def status(self) -> str:
         """Whether it is missing or impossible here."""
         return "missing" if self.possible else "impossible"
+
+
+#: for each paper the texts of its experiments, by their names, and of what is left out
+TEXTS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("experiments.json").read_text(encoding="utf-8")
+)
+LEFT_OUT = tuple(LeftOut(paper, **left) for paper, of in TEXTS.items() for left in of["left_out"])
+
+
+def experiment(
+    name: str,
+    needs: str,
+    points: Callable[[Setting], Iterator[Point]],
+    ours: Callable[[Results], str],
+    table: Callable[[Results], list[str]] | None = None,
+    series: Callable[[Results], Series] | None = None,
+    *,
+    seconds: float = 0.0,
+    at_once: bool = False,
+    reads_recordings: bool = False,
+) -> Experiment:
+    """An experiment with its texts; see ``Experiment``."""
+    paper = next(paper for paper, of in TEXTS.items() if name in of["experiments"])
+    options = needs, points, ours, table, series, seconds, at_once, reads_recordings
+    return Experiment(name, *options, paper, **TEXTS[paper]["experiments"][name])
 
 
 def has_failed(figures: Figures) -> bool:

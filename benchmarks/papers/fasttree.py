@@ -8,14 +8,13 @@ from itertools import product
 from benchmarks.papers.experiment import (
     CPU,
     GPU,
-    Experiment,
     Figures,
     Lazily,
-    LeftOut,
     Point,
     Results,
     Series,
     Setting,
+    experiment,
     mega,
     span,
 )
@@ -29,7 +28,6 @@ accounting = Lazily("accounting")
 methods = Lazily("methods")
 timing = Lazily("timing")
 
-PAPER = "FastTree"
 #: title of the method that the others are compared with
 METHOD = "FastTree's divider"
 #: 1, 4 and 16 query heads for a KV head
@@ -157,79 +155,9 @@ def workloads_sentence(results: Results) -> str:
 
 
 EXPERIMENTS = (
-    Experiment(
-        "fasttree-figure-9",
-        PAPER,
-        "8 of 45 points have run, on an H200 instead of an H100; without SGLang's kernels",
-        "6.1",
-        "figure 9: kernels, grouping and splitting",
-        "FlashAttention takes 5.1 times as long on average, SGLang's Triton kernels 9.2, "
-        "FlashInfer 4.2, DeFT 10.6, cascades 2.1; grouping gains up to 2.2 times, splitting up to "
-        "1.9 (N=1,10, C=4000,400)",
-        "The 15 trees of the artifact's `kernel_bench/run_benchmark.sh`, with 32:32, 32:8 and 16:1 "
-        "heads. The published run has four of them, with two head shapes. FlashAttention is "
-        "flash-decoding in our kernel; `--peers` adds others, and "
-        "[the kernels of figure 9](#kernels-of-fasttrees-figure-9) are the paper's "
-        "own. Dividers in the portable kernel, edges by the paper's equations with its artifact's "
-        "coefficients, or by our costs, which are an estimate where no table was measured for that "
-        "kernel, as in the published runs.",
-        GPU,
-        time_trees,
-        times_sentence,
-        "another GPU; the baseline has this project's kernel, which uses tensor cores for groups "
-        "of heads. The artifact's coefficients belong to its own kernel: with 16 query heads to a "
-        "KV head they put short nodes to their children, where ours reads them faster apart",
-        time_table,
-        times_series,
-    ),
-    Experiment(
-        "fasttree-grouping",
-        PAPER,
-        "",
-        "4.2",
-        "algorithm 1 and equations 3 to 11: grouping, in bytes",
-        "grouping trades KV that is read again for fewer partial results; no bytes are given",
-        "Counted from plans as an H200 would have them, for the 15 trees of figure 9 and its three "
-        "head shapes; of blocks of 16 tokens, so that nodes of 8 are copies. Edges are "
-        "assigned by the paper's equations (`benchmarks/papers/padding.py`), or by our costs, "
-        "which are measured.",
-        CPU,
-        count_trees,
-        count_sentence,
-        "the paper counts no bytes",
-        count_table,
-        count_series,
-    ),
-    Experiment(
-        "fasttree-figure-10",
-        PAPER,
-        "one layer instead of an engine; workloads A and D have not run",
-        "6.2",
-        "figures 10 and 12: four workloads",
-        "throughput over FlashInfer's backend 1.6 times (Llama-2-7B) and 1.9 times (Mistral-7B) on "
-        "average",
-        "One layer half-way through 256 generated tokens, heads of both models, all requests at "
-        "once: 512 of A, 128 of the others, as the artifact has them. A: four system prompts of "
-        "three countries and three languages. D: 16 branches of 4 out of 17 documents, drawn as "
-        "the artifact draws them. Node sizes as in the text; where it has none, 60 tokens for a "
-        "question, 150 for a shot; the artifact's documents have 1100. The published run has B and "
-        "C; engines run all four by `benchmarks.engine --workloads fasttree_a`.",
-        GPU,
-        time_workloads,
-        workloads_sentence,
-        "attention of a layer, not a whole engine; another GPU",
-        time_table,
-        time_series,
+    experiment("fasttree-figure-9", GPU, time_trees, times_sentence, time_table, times_series),
+    experiment("fasttree-grouping", CPU, count_trees, count_sentence, count_table, count_series),
+    experiment(
+        "fasttree-figure-10", GPU, time_workloads, workloads_sentence, time_table, time_series
     ),
 )
-
-LEFT_OUT = (
-    LeftOut(PAPER, "figures 2, 10 to 12 in an engine", "tokens per second and time by kernel: "
-            "`python -m benchmarks.on_gpu figures engine_fasttree_llama2 engine_fasttree_mistral` "
-            "measures them on two GPUs, and did not run yet", True),
-    LeftOut(PAPER, "SGLang's kernels and engine as a baseline", "the wheel of its kernels "
-            "could not be installed where these figures are measured"),
-    LeftOut(PAPER, "multi-phase tiling", "a tile of our kernels has one height, where "
-            "FastTree's first phase has 64 query rows and its second 16: the ablation cannot show "
-            "what phases gain", True),
-)  # fmt: skip

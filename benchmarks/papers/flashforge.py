@@ -16,14 +16,13 @@ from benchmarks.papers.engine import (
 from benchmarks.papers.experiment import (
     CPU,
     GPU,
-    Experiment,
     Figures,
     Lazily,
-    LeftOut,
     Point,
     Results,
     Series,
     Setting,
+    experiment,
     mega,
     span,
 )
@@ -37,7 +36,6 @@ methods = Lazily("methods")
 reduction = Lazily("reduction")
 timing = Lazily("timing")
 
-PAPER = "FlashForge"
 #: the first is the paper's
 HEADS = ((32, 32), (32, 8))
 SWEEPS = ("length", "batch", "depth", "ratio", "shape")
@@ -452,211 +450,51 @@ def estimator_series(results: Results) -> Series:
 
 
 EXPERIMENTS = (
-    Experiment(
-        "flashforge-figure-5",
-        PAPER,
-        "another GPU; sizes that the paper leaves open are chosen here",
-        "6.1",
-        "figure 5: attention time over FlashDecoding's",
-        "up to 3.6 times as fast, 1.9 on average",
-        "25 workloads with 32:32 heads, as in the paper, and with 32:8. Sizes that the paper "
-        "leaves open: two requests for sequence lengths, eight for the shared ratio, 256 private "
-        "tokens for batches. FlashDecoding is our kernel under a plan that shares nothing and "
-        "splits requests, so that nothing but the plan differs; the summary takes the faster of "
-        "both kernels. FlashForge's divider, with a group for each node, runs in the portable "
-        "kernel; where no table was measured for it, as in the published run, it plans by an "
-        "estimate of the costs.",
-        GPU,
-        time_sweep,
-        time_sentence,
-        "another GPU; flash-decoding's requests read what they share at about the same time, and "
-        "in part from the L2 cache: of the 120 GiB that they load of 1,64_122880,256 with 32:32 "
-        "heads the memory delivers 53",
-        time_sweep_table,
-        time_sweep_series,
+    experiment(
+        "flashforge-figure-5", GPU, time_sweep, time_sentence, time_sweep_table, time_sweep_series
     ),
-    Experiment(
-        "flashforge-figure-6",
-        PAPER,
-        "counted from plans, where the paper has a GPU's counter; open sizes are chosen here",
-        "6.1",
-        "figure 6: global memory access",
-        "14.66 to 409.80 times lower than FlashDecoding's, 120.85 on average",
-        "Counted from plans as an H200 would have them: the KV bytes that thread blocks load, and "
-        "partial results. No counter of a GPU.",
-        CPU,
-        count_sweep,
-        count_sentence,
-        "reading each shared token once saves at most as many times as there are requests, 2 to 64 "
-        "in these workloads; the paper's counter must have seen more than the KV of its baseline, "
-        "or other batch sizes, which it does not name",
-        count_table,
-        count_series,
-    ),
-    Experiment(
+    experiment("flashforge-figure-6", CPU, count_sweep, count_sentence, count_table, count_series),
+    experiment(
         "flashforge-figure-6-dram",
-        PAPER,
-        "another GPU; open sizes are chosen here",
-        "6.1",
-        "figure 6, by the GPU's counters",
-        "14.66 to 409.80 times lower than FlashDecoding's, 120.85 on average",
-        "The workloads of figure 5; a run that was stopped has some of them. Nsight Compute's DRAM "
-        "bytes of the launches of a layer, caches empty before each; needs `ncu` on the path. "
-        "FlashDecoding is our kernel under a plan that shares nothing, the dividers plan for the "
-        "portable kernel.",
         GPU,
         count_dram,
         dram_sentence,
-        "as above; the L2 cache serves some of the baseline's repeated reads",
         dram_table,
         dram_series,
         seconds=60 * counters.MINUTES,
     ),
-    Experiment(
+    experiment(
         "flashforge-figure-7",
-        PAPER,
-        "one of five sweeps; another model, GPU and vLLM",
-        "6.1",
-        "figures 7 and 1b: time per output token, and attention's part",
-        "3.75 times as fast as vLLM 0.6.6 on average; attention takes 90% of the time with prompts "
-        "of 100k tokens",
-        "By `benchmarks.engine`: vLLM's own attention and this project's in the same engine, "
-        "Llama-3.1-8B's shape, 32 requests on one document of 8k, 32k, 64k and 120k tokens; the "
-        "paper gives no sizes. Attention's part is measured by a profiler. The published run is "
-        "that of the command which the experiment starts; the times of all other kernels are in "
-        "[the engine tables](engine.md#documents-of-8k-to-120k-tokens).",
         GPU,
         time_engines,
         engines_sentence,
-        "another model, GPU and vLLM; all but attention is the same in both engines, so that the "
-        "gain grows with the document",
         engines_table,
         engines_series,
         seconds=60 * engine.MINUTES,
         at_once=True,
     ),
-    Experiment(
+    experiment(
         "flashforge-figure-7-sweeps",
-        PAPER,
-        "has not run on a GPU yet",
-        "6.1",
-        "figure 7: batch, depth, shared ratio and shape",
-        "3.75 times as fast as vLLM 0.6.6 on average",
-        "As flashforge-figure-7, on the trees of figure 5 with a context of 24k tokens, so that "
-        "the largest tree fits into the KV cache. Private parts are cached beforehand, and each "
-        "request adds 64 tokens. `python -m benchmarks.on_gpu figures engine_flashforge` runs all "
-        "in one pair of engines.",
         GPU,
         time_sweeps,
         engines_sentence,
-        "another model, GPU and vLLM",
         engines_table,
         engines_series,
         seconds=60 * engine.MINUTES,
     ),
-    Experiment(
-        "flashforge-figure-8",
-        PAPER,
-        "another GPU; the paper's trees are not known",
-        "6.2",
-        "figure 8: ablation",
-        "balanced tree: 578 ms without, 109.2 with the tree, 34.9 with division, 22.2 with all; "
-        "unbalanced: 38.0, 16.7, 5.9, 3.5",
-        "The context of 200k tokens is that of a request, over four levels; the paper does not "
-        "give its trees' nodes. Steps: neither, tree, division, both (FlashForge's divider, with a "
-        "group for each node), ours. "
-        "Both run twice under the same plan: with partial results merged serially, in a launch for "
-        "each request, one after the other; then as in all other steps, in one launch for all "
-        "requests, which is the parallel reduction. flashforge-reduction times merging alone. With "
-        "32:32 heads the Hopper kernel has four workers on an H200, so that there is little or "
-        "nothing to divide.",
-        GPU,
-        time_steps,
-        steps_sentence,
-        "another GPU and other trees: the paper gives the context, not the nodes",
-        steps_table,
-        time_series,
+    experiment("flashforge-figure-8", GPU, time_steps, steps_sentence, steps_table, time_series),
+    experiment(
+        "flashforge-reduction", GPU, time_reduction, reduction_sentence, time_table, time_series
     ),
-    Experiment(
-        "flashforge-reduction",
-        PAPER,
-        "the paper has no times of this part",
-        "6.2",
-        "figure 8: parallel combine kernels",
-        "part of the step from the tree and division to all (22.2 ms, 3.5 ms)",
-        "Merging alone, on random partial results of 32 heads: one launch for all requests, as "
-        "ours is; one after the other for each request; and two levels in two launches, of which "
-        "the first merges groups of eight partial results in parallel inside a request. Replays "
-        "of a CUDA graph, before each of which the L2 cache is flushed; in a layer the launch "
-        "before has just written what is merged.",
-        GPU,
-        time_reduction,
-        reduction_sentence,
-        "the paper does not time its combine kernels alone. Two levels are ahead where one request "
-        "has 64 partial results; in a layer with eight KV heads it has 16 at most in the Hopper "
-        "kernel, 32 in the portable one, and [inside layers](../../docs/notes/small-layers.md) "
-        "groups were slower with fewer than 66. With one KV head (16:1) a request of 65536 tokens "
-        "has 66 and 132 by an H200's plans; two levels were not timed in such a layer",
-        time_table,
-        time_series,
+    experiment(
+        "flashforge-figure-9", GPU, time_granularity, granularity_sentence, time_table, time_series
     ),
-    Experiment(
-        "flashforge-figure-9",
-        PAPER,
-        "another GPU; the paper's lengths are not known",
-        "6.3",
-        "figure 9: division granularity",
-        "1.02 to 1.04 times as fast as the best fixed number of pieces, 3.20 to 4.39 times as fast "
-        "as no division",
-        "Eight requests on documents of 30k, 60k and 120k tokens; the paper does not give its "
-        "sequence lengths. FlashForge's divider has a group for each node.",
-        GPU,
-        time_granularity,
-        granularity_sentence,
-        "another GPU; a worker is a thread block for each KV head, so that what is best depends on "
-        "the heads",
-        time_table,
-        time_series,
-    ),
-    Experiment(
+    experiment(
         "flashforge-table-2",
-        PAPER,
-        "another GPU, all of whose multiprocessors are busy",
-        "5.2",
-        "table 2: time of a thread block, and the estimator",
-        "times of 7 x 6 shapes (1 to 100 queries, 512 to 16384 tokens); they are interpolated, the "
-        "error is not given",
-        "The cost table has 3 x 8 shapes, up to 128 rows and 8192 tokens. The paper's grid is "
-        "measured and compared with what the table interpolates. Rows are multiples of four "
-        "heads, and end at the 64 of the portable kernel's tiles. All multiprocessors are busy, as "
-        "in a batch. In the published run the Hopper kernel's table is the one shipped then, "
-        "which was older than the kernel; the portable kernel's was measured in the run.",
         GPU,
         estimator_points,
         estimator_sentence,
-        "the paper's times are those of one thread block alone on the GPU, launch included",
         estimator_table,
         estimator_series,
     ),
 )
-
-LEFT_OUT = (
-    LeftOut(PAPER, "section 4.3, tree reduction inside a request", "the kernel weights eight "
-            "partial results of a request at a time, in their order; groups merged side by side "
-            "were [measured](../../docs/notes/small-layers.md), gain inside a layer from 66 "
-            "partial results of a request on, and were left out: a layer with eight KV heads has "
-            "at most 16 in the Hopper kernel and 32 in the portable one. With one KV head (16:1) a "
-            "request of 65536 tokens has 66 and 132. Merging alone, from an empty L2 cache, two "
-            "launches gain at 64; they were not timed in a layer: see "
-            "[flashforge-reduction](#flashforge-reduction)", True),
-    LeftOut(PAPER, "figure 7, four of its five sweeps", "only the length of one document was "
-            "swept in engines; [flashforge-figure-7-sweeps](#flashforge-figure-7-sweeps) has the "
-            "others and did not run yet", True),
-    LeftOut(PAPER, "section 5.2, measured cost tables of an H100", "tables of an H200 are shipped "
-            "for both kernels; no H100 was there to measure (`python -m "
-            "benchmarks.kernel.cost_tables`). The figures above are from before these tables. MLA "
-            "plans were [no faster by measured prices](../../docs/notes/mla.md)", True),
-    LeftOut(PAPER, "figure 10 on an H100", "these experiments ran on H200s alone; [the kernel "
-            "tables](kernel.md#h100) have an H100", True),
-    LeftOut(PAPER, "figure 10 on other GPUs", "only H100s and H200s can be had"),
-)  # fmt: skip

@@ -7,20 +7,18 @@ from itertools import pairwise
 from benchmarks.papers.experiment import (
     CPU,
     GPUS,
-    Experiment,
     Figures,
-    LeftOut,
     Point,
     Results,
     Series,
     Setting,
+    experiment,
     mega,
     span,
 )
 from benchmarks.support import program
 from benchmarks.support.published import table
 
-PAPER = "Tree Attention"
 #: the paper's attention block: 16 heads of 128, each with KV of its own
 HEADS = 16
 #: largest difference of equal results in float64
@@ -323,119 +321,27 @@ def energy_sentence(results: Results) -> str:
 
 
 EXPERIMENTS = (
-    Experiment(
-        "tree-attention-energy",
-        PAPER,
-        "",
-        "4, 5.1, C and F",
-        "observation 1, equations 5 to 7, algorithms 1 and 2: the energy",
-        "attention is the gradient of an energy at a source of zeros; algorithm 2 is that gradient "
-        "over shards",
-        "`distributed/energy.py`: the energy with safe softmax, its gradient by PyTorch's "
-        "autograd, and algorithm 2 written out, on random tensors of 64 tokens and 16 heads of "
-        "128.",
-        CPU,
-        check_energy,
-        energy_sentence,
-        "none",
+    experiment("tree-attention-energy", CPU, check_energy, energy_sentence),
+    experiment(
+        "tree-attention-volume", CPU, count_volume, volume_sentence, volume_table, volume_series
     ),
-    Experiment(
-        "tree-attention-volume",
-        PAPER,
-        "",
-        "6.3",
-        "equations 10 to 14: communication volume",
-        "tree reduction sends what does not depend on the context; 640k tokens on 8 GPUs: about "
-        "1e-5 s of attention and 1e-3 s to send a shard",
-        "By `benchmarks/kernel/scaling.py`, whose bytes `benchmarks.kernel.scale` compares with "
-        "what ranks send. The last round of the ring, which no rank needs, is not counted; "
-        "numerators are float32.",
-        CPU,
-        count_volume,
-        volume_sentence,
-        "the time to send agrees; a shard of 655 MB cannot be read in 1e-5 s: at an H100's 3.35 "
-        "TB/s it takes twenty times as long",
-        volume_table,
-        volume_series,
-    ),
-    Experiment(
-        "tree-attention-figure-4",
-        PAPER,
-        "by equations instead of measurement; the number of tokens is fitted",
-        "6.2",
-        "figure 4: peak memory",
-        "the gap between ring and tree doubles from 524 to 1040 MB as the hidden size goes from "
-        "2048 to 4096",
-        "By equations 8 and 9 with 64,000 tokens on each of two GPUs, which the paper does not "
-        "give: it is the number that fits 524 MB. tree-attention-figure-4-measured measures the "
-        "same.",
-        CPU,
-        count_peaks,
-        peaks_sentence,
-        "the number of tokens is fitted to the first gap; that the second is twice as large is the "
-        "equations' result, 0.8% above the paper's 1040, which is 1.985 times its first",
-        series=peaks_series,
-    ),
-    Experiment(
+    experiment("tree-attention-figure-4", CPU, count_peaks, peaks_sentence, series=peaks_series),
+    experiment(
         "tree-attention-figure-4-measured",
-        PAPER,
-        "has not run yet; the number of tokens is fitted",
-        "6.2",
-        "figure 4: peak memory, measured",
-        "the gap between ring and tree doubles from 524 to 1040 MB as the hidden size goes from "
-        "2048 to 4096",
-        "`benchmarks.kernel.scale` on two ranks with 16:16 and 32:32 heads of 128 and 64,000 "
-        "tokens on each, as in tree-attention-figure-4: bytes at the allocator's peak beyond the "
-        "shard, the queries and the plan.",
         GPUS,
         measure_peaks,
         measured_sentence,
-        "the paper's peaks are of JAX's allocator",
         ranks_table,
         seconds=60 * MINUTES,
     ),
-    Experiment(
-        "tree-attention-model",
-        PAPER,
-        "a model instead of a measurement",
-        "6.1",
-        "figure 3, at the paper's size",
-        "close to 8 times as fast as ring attention on 128 GPUs at 5.12M tokens",
-        "By `benchmarks/kernel/scaling.py`, with data sheets of a DGX H100; latencies are assumed.",
-        CPU,
-        model_latency,
-        model_sentence,
-        "a model without a framework's overhead, against times measured in JAX; section 6.3 itself "
-        "expects a hundred times as long to send a shard as to attend to it",
-        series=model_series,
-    ),
-    Experiment(
+    experiment("tree-attention-model", CPU, model_latency, model_sentence, series=model_series),
+    experiment(
         "tree-attention-figure-3",
-        PAPER,
-        "two GPUs instead of 8 to 128; 32:8 heads in the published run",
-        "6.1",
-        "figure 3: latency, on two and four ranks",
-        "8 to 128 GPUs: ring attention's time grows with the context, tree attention's hardly",
-        "Two ranks of one host, and four where there are as many GPUs, 80k to 1280k tokens, 16 "
-        "heads of 128, by `benchmarks.kernel.scale`. Until this experiment has a run of its own, "
-        "the table shows the benchmark's published run on two H200s, with 32:8 heads: see "
-        "[sharded KV](scale.md#two-gpus).",
         GPUS,
         time_ranks,
         ranks_sentence,
-        "two GPUs instead of 8 to 128: ring attention has one round instead of many",
         ranks_table,
         ranks_series,
         seconds=60 * MINUTES,
     ),
 )
-
-LEFT_OUT = (
-    LeftOut(PAPER, "figure 3 with 16:16 heads and on four GPUs, figure 4 measured", "their "
-            "commands are above, and did not run yet", True),
-    LeftOut(PAPER, "tables 1 and 2 on H100s", "time per token of a whole model on 2 to 8 GPUs: the "
-            "tree reduction is an operator here, not an engine's attention; engines have "
-            "[decode context parallelism](scale.md)", True),
-    LeftOut(PAPER, "tables 1 and 2 on MI300Xs and RTX 4090s", "no such machine"),
-    LeftOut(PAPER, "figure 2", "bandwidth of NCCL between nodes: there was one host"),
-)  # fmt: skip

@@ -36,7 +36,7 @@ from benchmarks.papers import (
     tree_attention,
 )
 from benchmarks.papers import tables as papers_tables
-from benchmarks.papers.experiment import CPU, Experiment, Point, Series, Setting
+from benchmarks.papers.experiment import CPU, TEXTS, Experiment, Point, Series, Setting
 from benchmarks.support import program, published
 from benchmarks.support import workload_sets as sets
 from benchmarks.support.charts import colours_of
@@ -443,7 +443,9 @@ def test_the_list_names_every_experiment_and_the_page_has_them(capsys):
     said = capsys.readouterr().out
     assert "  fasttree-figure-9 " in said
     assert "flashforge" not in said
-    assert len(PAPERS) == len({e.paper for e in EXPERIMENTS.values()})
+    assert list(PAPERS) == list(dict.fromkeys(e.paper for e in EXPERIMENTS.values()))
+    described = {name for of in TEXTS.values() for name in of["experiments"]}
+    assert described == EXPERIMENTS.keys(), "a text without an experiment"
     assert EXPERIMENTS["tree-attention-volume"].status == "exact"
     for left in LEFT_OUT:
         assert f"({left.status})" in page and left.status in ("missing", "impossible")
