@@ -40,6 +40,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -65,11 +66,7 @@ from vllm_prefixshare.config import LATENT_SHAPE
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 from vllm_prefixshare.planning.window import first_in_window, tokens_seen
-from vllm_prefixshare.profiling.gpu_timing import (
-    GpuTimer,
-    Timing,
-    capture,
-)
+from vllm_prefixshare.profiling.gpu_timing import GpuTimer, Timing, capture
 
 PROGRAM = "benchmarks.kernel"
 
@@ -221,6 +218,23 @@ class CpuTimer:
             2 * b.nbytes / self.time(lambda: b.clone(), 5).min_ms * 1e3,
             2 * 512**3 / self.time(lambda: a @ a, 5).median_ms * 1e3,
         )
+
+
+@cache
+def machine(device: str) -> tuple[GpuTimer | CpuTimer, MachineRates]:
+    """A timer for "cuda" or "cpu", and what the device can do at most; measured once.
+
+    Raises:
+        PrefixShareError: there is no GPU.
+    """
+    torch.set_float32_matmul_precision("highest")
+    if device != "cuda":
+        slow = CpuTimer()
+        return slow, slow.rates()
+    if not torch.cuda.is_available():
+        raise PrefixShareError("there is no GPU; --device cpu tries the harness")
+    timer = GpuTimer()
+    return timer, measure_rates(timer)
 
 
 def measure(
@@ -441,13 +455,8 @@ def parse(
 @one_sentence(PROGRAM)
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    torch.set_float32_matmul_precision("highest")
-    cuda = args.device.type == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise PrefixShareError("there is no GPU; --device cpu tries the harness")
-    timer = GpuTimer() if cuda else CpuTimer()
-    gpu = torch.cuda.get_device_name(args.device) if cuda else "cpu"
-    measured = measure_rates(timer) if cuda else timer.rates()
+    timer, measured = machine(args.device.type)
+    gpu = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else "cpu"
     rates = KNOWN_RATES.get(gpu, measured)
     result = {
         "command": recorded_command(PROGRAM),

@@ -33,11 +33,14 @@ HEAD_DIMS = (64, 128, 256)
 REPEATS = 15
 
 
+KernelName = Literal["auto", "hopper", "portable"]
+
+
 class Profiled(NamedTuple):
     """A layer, and the kernel that runs it."""
 
     attention: AttentionConfig
-    kernel: Literal["hopper", "portable"]
+    kernel: KernelName
 
     @property
     def title(self) -> str:
@@ -48,7 +51,7 @@ class Profiled(NamedTuple):
 
 def profiled() -> Iterator[Profiled]:
     """Everything that has a table, the Hopper kernel first."""
-    named: tuple[Literal["hopper", "portable"], ...] = ("hopper", "portable")
+    named: tuple[KernelName, ...] = ("hopper", "portable")
     for name, head_dim, cache in product(named, HEAD_DIMS, (None, FP8)):
         # as in an engine, queries are quantised where the cache is
         layer = NUM_QO_HEADS, NUM_KV_HEADS, head_dim, BLOCK_SIZE, "bfloat16", cache, cache

@@ -1,7 +1,7 @@
 """The text that ``benchmarks.kernel`` makes of its results."""
 
 from collections import Counter
-from math import exp, log
+from statistics import geometric_mean
 
 NAME, COLUMN = 42, 15
 #: names of this project's own kernels among the peers; users get the first by default
@@ -56,10 +56,6 @@ def best_peer(cell: Cell) -> tuple[str, float] | None:
         if name not in OURS and found["status"] == "ok"
     ]
     return min(right)[::-1] if right else None
-
-
-def geometric_mean(values: list[float]) -> float:
-    return exp(sum(map(log, values)) / len(values))
 
 
 def bad_results(result: Result) -> list[str]:

@@ -1,6 +1,6 @@
 """Tables of the published results of one layer."""
 
-import math
+from statistics import geometric_mean
 
 from benchmarks.kernel.report import OURS, best_peer
 from benchmarks.support import published
@@ -49,10 +49,6 @@ def invariant_table() -> str:
     )
     rows.append(("geometric mean", *[""] * 6, *means))
     return "\n".join([measured_how(result), "", *table(header, rows)])
-
-
-def geometric_mean(values: list[float] | tuple[float, ...]) -> float:
-    return math.prod(values) ** (1 / len(values))
 
 
 def measured_how(result: Result) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 #: figures of one point, as they stand in its JSON file
@@ -170,7 +171,5 @@ def mega(num_bytes: float) -> str:
 
 def span(values: list[float], form: str = ".1f") -> str:
     """The least, the largest and the geometric mean of ratios."""
-    product = 1.0
-    for value in values:
-        product *= value ** (1 / len(values))
-    return f"{min(values):{form}} to {max(values):{form}} times, {product:{form}} on average"
+    mean = geometric_mean(values)
+    return f"{min(values):{form}} to {max(values):{form}} times, {mean:{form}} on average"

@@ -38,7 +38,8 @@ class Method:
     """One way to plan.
 
     kernel: "auto", "hopper" or "portable". divider: None for the kernel's own. cost: "table" for
-    the measured table that fits, or the estimate; "padding" for FastTree's coefficient model.
+    the measured table that fits, or the estimate where there is none; "estimate"; "padding" for
+    FastTree's coefficient model.
     options: further fields of ``PlannerConfig``. serial: partial results are merged by a launch for
     each request, one after the other, instead of one launch for all.
     """
@@ -91,7 +92,7 @@ def costs(method: Method, attention: AttentionConfig, kernel: str, device: str |
     """The cost model that a method plans with."""
     if method.cost == "padding":
         return PaddingCost(attention.head_dim)
-    if kernel == "torch":
+    if method.cost == "estimate" or kernel == "torch":
         return analytic_cost(attention, kernel)
     return cost_model(attention, kernel, device_name=device)
 

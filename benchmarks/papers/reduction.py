@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import torch
 
-from benchmarks.kernel.bench import TOLERANCE, measure
+from benchmarks.kernel.bench import TOLERANCE, machine, measure
 from benchmarks.papers.experiment import Figures, Setting
 from benchmarks.papers.merging import Merge, merge_on_cpu, merge_on_gpu, merge_one_by_one
-from benchmarks.papers.timing import dtype_on, machine
+from benchmarks.papers.timing import dtype_on
 from benchmarks.peers import Launch
 
 HEADS, HEAD_DIM = 32, 128

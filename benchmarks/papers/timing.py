@@ -9,25 +9,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.kernel.bench import CpuTimer, parse, run_cell
+from benchmarks.kernel.bench import machine, parse, run_cell
 from benchmarks.papers.experiment import Figures, Setting
 from benchmarks.papers.methods import Method, Planned
 from benchmarks.peers import Options, Peer, UnavailableError, make
-from benchmarks.support.machine_rates import MachineRates, measure_rates
 from benchmarks.support.program import CHECKOUTS
 from benchmarks.support.trees import Workload
-from vllm_prefixshare.profiling.gpu_timing import GpuTimer
-
-
-@cache
-def machine(device: str) -> tuple[GpuTimer | CpuTimer, MachineRates]:
-    """A timer for the device, and what the device can do at most; measured once."""
-    torch.set_float32_matmul_precision("highest")
-    if device == "cuda":
-        timer = GpuTimer()
-        return timer, measure_rates(timer)
-    slow = CpuTimer()
-    return slow, slow.rates()
 
 
 @cache

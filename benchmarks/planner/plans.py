@@ -13,7 +13,6 @@ flushed.
 """
 
 import argparse
-import math
 import os
 import pickle
 import subprocess
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 
 import numpy as np
 import torch
@@ -156,14 +155,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def compare(args: argparse.Namespace) -> int:
     """Time every layer whose plans differ; whether an output is wrong."""
-    cuda = args.device.type == "cuda"
-    timer = GpuTimer() if cuda else CpuTimer()
+    timer, _ = bench_kernel.machine(args.device.type)
     tolerance = bench_kernel.TOLERANCE[getattr(torch, args.dtype)]
     if args.kv_dtype:
         tolerance = bench_kernel.FP8_TOLERANCE
     result = {
         "command": recorded_command(PROGRAM),
-        "gpu": torch.cuda.get_device_name(args.device) if cuda else "cpu",
+        "gpu": torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else "cpu",
         "versions": versions(),
         "layers": 0,
         "changed": [],
@@ -213,9 +211,8 @@ def summary(result: dict[str, object]) -> str:
     lines = [f"{len(changed)} of {result['layers']} plans differ"]
     for heads in dict.fromkeys(cell["heads"] for cell in changed):
         ratios = [c["now"]["us"] / c["before"]["us"] for c in changed if c["heads"] == heads]
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         lines.append(
-            f"{heads}: {mean:.3f} of the time in {len(ratios)} layers, "
+            f"{heads}: {geometric_mean(ratios):.3f} of the time in {len(ratios)} layers, "
             f"{min(ratios):.3f} to {max(ratios):.3f}"
         )
     return "\n".join(lines)

@@ -5,11 +5,12 @@ that a search can afford.
 import time
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 
-from benchmarks.kernel import ablation
+from benchmarks.kernel.bench import TOLERANCE, make_case, reference, relative_error
+from benchmarks.kernel.cost_tables import Profiled, measure
+from benchmarks.papers.timing import layer_options
 from benchmarks.support.trees import tree
 from tests.support.exhaustive_plans import dealt, flattened_plans, node_plans, plan_with
 from tests.support.gpu_layer import KERNELS
@@ -83,11 +84,12 @@ class Measured:
 
 @pytest.fixture(scope="module")
 def measured():
-    runner = ablation.GpuRunner(LAYER, "auto")
+    from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
+
+    num_workers = GpuExecutor(LAYER, "cuda").planner_config().num_workers
     began = time.perf_counter()
-    table = runner.measure_table()
-    seconds = time.perf_counter() - began
-    return Measured(table, runner.planner_config(ablation.Variant("")).num_workers, seconds)
+    table = measure(Profiled(LAYER, "auto"))
+    return Measured(table, num_workers, time.perf_counter() - began)
 
 
 @on_gpu
@@ -131,9 +133,9 @@ def test_the_chosen_plan_is_near_the_best_one_found(spec, measured):
     from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
     from vllm_prefixshare.profiling.gpu_timing import GpuTimer, capture
 
-    table = measured.table
-    work, layer = tree(spec), ablation.Layer(LAYER, spec, "cuda")
-    np.testing.assert_array_equal(work.block_table, layer.block_table)
+    table, work = measured.table, tree(spec)
+    case = make_case(work, (LAYER.num_qo_heads, LAYER.num_kv_heads), layer_options("cuda", 1))
+    expected, out = reference(case), torch.empty_like(case.q)
     executor = GpuExecutor(LAYER, "cuda")
     config = executor.planner_config()
     plans = {"chosen": plan_with(work, table, ROWS, config)}
@@ -144,22 +146,22 @@ def test_the_chosen_plan_is_near_the_best_one_found(spec, measured):
     executor.prepare(plans["chosen"])
     graph, _ = capture(
         lambda: executor.run(
-            layer.q,
-            layer.k_cache,
-            layer.v_cache,
-            layer.device_table,
-            layer.device_lens,
-            layer.out,
-            layer.sm_scale,
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.block_table,
+            case.seq_lens,
+            out,
+            case.sm_scale,
         )
     )
     timer = GpuTimer()
 
     def time_ms(label: str, repeats: int) -> float:
         executor.prepare(plans[label])
-        layer.out.fill_(torch.nan)
+        out.fill_(torch.nan)
         ms = timer.time(graph.replay, repeats).median_ms
-        assert layer.error() < ablation.MAX_ERROR[LAYER.dtype], label
+        assert relative_error(out, expected) < TOLERANCE[case.out_dtype], label
         return ms
 
     times = {label: time_ms(label, 5) for label in plans}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.kernel import ablation
+from benchmarks.kernel import ablation, bench
 from tests.support.cli_runs import write_model
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli import measure_costs
@@ -466,31 +466,28 @@ def test_profile_says_whose_table_nobody_would_read(
 
 ARGUMENTS = [
     *("--device", "cpu", "--dtype", "float32", "--heads", "4:2", "--head-dim", "64"),
-    *("--trees", "1,4_128,40", "--repeats", "1"),
+    *("--tree", "1,4_128,40", "--repeats", "1"),
 ]
 
 
 def test_the_ablation_runs_every_variant_and_checks_it(tmp_path, monkeypatch):
     out = tmp_path / "ablation.json"
-    monkeypatch.setattr("sys.argv", ["ablation.py", *ARGUMENTS, "--out", str(out)])
-    assert ablation.main() == 0
+    assert ablation.main([*ARGUMENTS, "--out", str(out)]) == 0
     result = json.loads(out.read_text())
     cells = result["trees"]["1,4_128,40"]
-    assert cells.keys() == {v.name for v in ablation.VARIANTS}
+    assert cells.keys() == {v.title for v in ablation.variants("auto")}
     assert result["slowdown"].keys() == cells.keys()
     assert all(cell["ms"] > 0 and 0 < cell["error"] < 1e-4 for cell in cells.values())
-    assert cells["no tree, split requests"]["kv_tokens_read"] == 4 * 168
-    assert cells["tree, undivided"]["kv_tokens_read"] == 128 + 4 * 40
+    assert f"KV read {4 * 168 / 288:.2f}x" in cells["no tree, split requests"]["note"]
+    assert "KV read 1.00x" in cells["tree, undivided"]["note"]
 
 
 def test_the_ablation_fails_on_a_wrong_result(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["ablation.py", *ARGUMENTS])
-    monkeypatch.setattr(ablation.Layer, "error", lambda self: math.nan)
-    assert ablation.main() == 1
+    monkeypatch.setattr(bench, "relative_error", lambda out, expected: math.nan)
+    assert ablation.main(ARGUMENTS) == 1
     assert "WRONG" in capsys.readouterr().out
 
 
-def test_the_ablation_refuses_in_one_sentence(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["ablation.py", *ARGUMENTS, "--trees", "4,1_16,16"])
-    assert ablation.main() == 2
+def test_the_ablation_refuses_in_one_sentence(capsys):
+    assert ablation.main([*ARGUMENTS, "--tree", "4,1_16,16"]) == 2
     assert "tree '4,1_16,16' is not valid" in capsys.readouterr().err
