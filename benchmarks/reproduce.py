@@ -41,6 +41,7 @@ from benchmarks.papers.experiment import (
 )
 from benchmarks.papers.tables import chart
 from benchmarks.support.charts import adaptive
+from benchmarks.support.option_types import count, positive
 from benchmarks.support.program import CHECKOUTS, make_parser, one_sentence
 from benchmarks.support.results import versions
 from vllm_prefixshare.core import PrefixShareError
@@ -293,12 +294,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=Path,
         help=f"folder of results (default: {OUT}, with --tiny {TINY_OUT})",
     )
-    parser.add_argument("--minutes", type=float, help="begin nothing that would end later")
+    parser.add_argument("--minutes", type=positive, help="begin nothing that would end later")
     parser.add_argument("--tiny", action="store_true", help="in miniature, on a CPU")
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], help="default: the GPU, if there is one"
     )
-    parser.add_argument("--repeats", type=int, default=REPEATS, help="timed replays of a kernel")
+    parser.add_argument("--repeats", type=count, default=REPEATS, help="timed replays of a kernel")
     parser.add_argument("--deft-recordings", type=Path, help="folder of DeFT's recorded trees")
     parser.add_argument(
         "--peers", default="", help="further kernels to time, such as fa3,flashinfer"
@@ -307,10 +308,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=Path, help=f"your checkout of {name}, for --peers")
     parser.add_argument("--fresh", action="store_true", help="do not go on where a run has stopped")
     args = parser.parse_args(argv)
-    if args.repeats < 1:
-        parser.error("--repeats must be 1 or more")
-    if args.minutes is not None and args.minutes <= 0:
-        parser.error("--minutes must be more than 0")
     args.peers = tuple(filter(None, args.peers.split(",")))
     args.out = args.out or (TINY_OUT if args.tiny else OUT)
     return args

@@ -37,6 +37,7 @@ import torch
 
 from benchmarks.engine.launch import llama_8b_or_embedded, sized_cache, started
 from benchmarks.engine.workloads import Requests, SharedDocuments, mooncake
+from benchmarks.support.option_types import count, positive
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
 from tests.support.engine import DEFAULT_ENVIRONMENT, PREFIX_SHARE
@@ -326,26 +327,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--mooncake", type=Path, help="Mooncake trace, JSON lines")
-    add("--mooncake-requests", type=int, default=160 if gpu else 8, help="of those that fit")
-    add("--longest", type=int, default=8192 if gpu else 1536, help="tokens; longer are left out")
-    add("--documents", type=int, default=24 if gpu else 4)
-    add("--questions", type=int, default=8 if gpu else 3, help="about each document")
-    add("--document-tokens", type=int, default=8192 if gpu else 512)
-    add("--own", type=int, default=64 if gpu else 32, help="tokens of each question")
-    add("--tokens", type=int, default=64 if gpu else 8, help="of an answer, at most")
-    add("--cache", type=float, default=0.5, help="KV cache, as a part of the requests' tokens")
-    add("--loads", type=float, nargs="+", default=[0.7, 0.95], help="rates over the capacity")
-    add("--turns", type=int, default=2, help="runs of each order at each rate")
-    add("--layers", type=int, default=16, help="on a GPU; Llama-3.1-8B has 32")
-    add("--limit", type=float, default=270.0, help="seconds after which no turn begins")
+    add("--mooncake-requests", type=count, default=160 if gpu else 8, help="of those that fit")
+    add("--longest", type=count, default=8192 if gpu else 1536, help="tokens; longer are left out")
+    add("--documents", type=count, default=24 if gpu else 4)
+    add("--questions", type=count, default=8 if gpu else 3, help="about each document")
+    add("--document-tokens", type=count, default=8192 if gpu else 512)
+    add("--own", type=count, default=64 if gpu else 32, help="tokens of each question")
+    add("--tokens", type=count, default=64 if gpu else 8, help="of an answer, at most")
+    add("--cache", type=positive, default=0.5, help="KV cache, as a part of the requests' tokens")
+    add("--loads", type=positive, nargs="+", default=[0.7, 0.95], help="rates over the capacity")
+    add("--turns", type=count, default=2, help="runs of each order at each rate")
+    add("--layers", type=count, default=16, help="on a GPU; Llama-3.1-8B has 32")
+    add("--limit", type=positive, default=270.0, help="seconds after which no turn begins")
     add_out(parser)
     args = parser.parse_args(argv)
     args.gpu = gpu
-    counts = "mooncake_requests longest documents questions document_tokens own tokens turns layers"
-    if min(getattr(args, name) for name in counts.split()) < 1:
-        parser.error("all counts must be 1 or more")
-    if min(*args.loads, args.cache, args.limit) <= 0:
-        parser.error("--loads, --cache and --limit must be above 0")
     return args
 
 

@@ -50,6 +50,7 @@ from benchmarks.engine.launch import WORKER, started
 from benchmarks.engine.report import Row
 from benchmarks.engine.shapes import SHAPES
 from benchmarks.support.baselines import BASELINES
+from benchmarks.support.option_types import count, names, positive
 from benchmarks.support.program import (
     add_out,
     add_resume,
@@ -444,26 +445,26 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder (default: Llama-3.1-8B's shape)")
     usual = "no questions, sweeps and papers' workloads; recorded ones if their files are given"
-    add("--workloads", help=f"some of {','.join(WORKLOADS)} (default: {usual})")
+    add("--workloads", type=names(WORKLOADS), help=f"of {','.join(WORKLOADS)} (default: {usual})")
     add("--tokens", type=int, default=64, help="output tokens of shared documents")
-    add("--repeats", type=int, default=3, help="timed runs of shared documents")
+    add("--repeats", type=count, default=3, help="timed runs of shared documents")
     add(
         "--breakdown",
         action="store_true",
         help="profile the kernels of a decode step in runs of their own (shared documents)",
     )
-    add("--trace-repeats", type=int, default=1, help="timed runs of the other workloads")
+    add("--trace-repeats", type=count, default=1, help="timed runs of the other workloads")
     # more than fits on one H200 beside another engine, so that both pre-empt
-    add("--grpo-tokens", type=int, default=4096, help="output tokens of each GRPO sample")
+    add("--grpo-tokens", type=count, default=4096, help="output tokens of each GRPO sample")
     add("--mooncake", type=Path, help="Mooncake trace, JSON lines")
-    add("--mooncake-requests", type=int, default=128, help="number of requests, of those that fit")
-    add("--mooncake-tokens", type=int, default=256, help="cut longer answers")
+    add("--mooncake-requests", type=count, default=128, help="requests, of those that fit")
+    add("--mooncake-tokens", type=count, default=256, help="cut longer answers")
     add("--deft", type=Path, nargs="+", help="DeFT's recorded *ToT.json, a row for each")
-    add("--deft-trees", type=int, default=4, help="number of the largest runs, replayed at once")
+    add("--deft-trees", type=count, default=4, help="number of the largest runs, replayed at once")
     add("--shape", choices=SHAPES, default="8b", help="without --model")
-    add("--layers", type=int, help="fewer than the shape has, without --model")
+    add("--layers", type=count, help="fewer than the shape has, without --model")
     add("--runner", choices=("v1", "v2"), help="vLLM's model runner (default: its own choice)")
-    add("--baseline", default="flash_attn", help=f"one of {','.join(BASELINES)}")
+    add("--baseline", type=str.lower, choices=BASELINES, default="flash_attn")
     add("--batch-invariant", action="store_true", help="both engines: VLLM_BATCH_INVARIANT=1")
     add("--tensor-parallel-size", type=int, default=1)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -473,7 +474,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--memory", type=float, default=0.45, help="each engine's part of the GPU's memory")
     add("--start-together", action="store_true", help="faster, with KV caches of a set size")
     add("--apart", action="store_true", help="each engine on its own GPUs: raise --memory")
-    add("--bandwidth-tbs", type=float, default=4.35, help="TB/s for the floor (default: an H200's)")
+    add("--bandwidth-tbs", type=positive, default=4.35, help="TB/s for the floor (an H200's)")
     add(
         "--max-gap",
         type=float,
@@ -484,14 +485,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_resume(parser)
     args = parser.parse_args(argv)
     given = {"mooncake": args.mooncake, "deft": args.deft}
-    if args.workloads:
-        args.workloads = args.workloads.split(",")
-    else:
+    if args.workloads is None:
         others = [n for n in WORKLOADS if n not in ON_REQUEST]
         args.workloads = [n for n in others if n not in RECORDED or given[n]]
     for name in args.workloads:
-        if name not in WORKLOADS:
-            parser.error(f"workload {name!r} is unknown: use some of {','.join(WORKLOADS)}")
         if name in RECORDED and not given[name]:
             parser.error(f"the workload {name} is recorded: name its file with --{name}")
     args.workloads = [
@@ -499,14 +496,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         for name in args.workloads
         for each in ([OF_DEFT + f.stem for f in args.deft] if name == "deft" else [name])
     ]
-    counts = "repeats trace_repeats grpo_tokens mooncake_requests mooncake_tokens deft_trees"
-    for option in counts.split():
-        if getattr(args, option) < 1:
-            parser.error(f"--{option.replace('_', '-')} must be 1 or more")
-    if args.tokens < 2 or not 0 < args.scale <= 1 or args.bandwidth_tbs <= 0:
-        parser.error("--tokens must be 2 or more, --scale in (0, 1], --bandwidth-tbs positive")
-    if args.layers is not None and args.layers < 1:
-        parser.error("--layers must be 1 or more")
+    if args.tokens < 2 or not 0 < args.scale <= 1:
+        parser.error("--tokens must be 2 or more, --scale in (0, 1]")
     if args.model and (args.layers or args.shape != "8b"):
         parser.error("--shape and --layers go without --model")
     if args.max_gap is None:
@@ -526,9 +517,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def check_baseline(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Exit with one sentence unless vLLM has the baseline here."""
-    args.baseline = args.baseline.lower()
-    if args.baseline not in BASELINES:
-        parser.error(f"the baseline {args.baseline!r} is unknown: use one of {','.join(BASELINES)}")
     baseline = BASELINES[args.baseline]
     if reason := baseline.unavailable():
         parser.error(f"--baseline {args.baseline}: {reason}")

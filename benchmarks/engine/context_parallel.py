@@ -28,6 +28,7 @@ from benchmarks.engine import report
 from benchmarks.engine.launch import NOT_COMPILED, RANDOM_WEIGHTS
 from benchmarks.engine.report import Row
 from benchmarks.engine.workloads import SharedDocuments
+from benchmarks.support.option_types import count, positive
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
 from tests.support.dummy_model import write_llama_8b
@@ -156,24 +157,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The arguments; exits with status 2 where they are wrong."""
     parser = make_parser(PROGRAM, __doc__)
     add = parser.add_argument
-    add("--requests", type=int, default=32, help="requests on the document")
-    add("--document", type=int, default=122880, help="tokens of the document")
-    add("--own", type=int, default=64, help="tokens of each request behind it")
-    add("--tokens", type=int, default=48, help="output tokens")
-    add("--layers", type=int, default=16, help="of the model; Llama-3.1-8B has 32")
-    add("--interleave", type=int, default=1, help="cp_kv_cache_interleave_size")
+    add("--requests", type=count, default=32, help="requests on the document")
+    add("--document", type=count, default=122880, help="tokens of the document")
+    add("--own", type=count, default=64, help="tokens of each request behind it")
+    add("--tokens", type=count, default=48, help="output tokens")
+    add("--layers", type=count, default=16, help="of the model; Llama-3.1-8B has 32")
+    add("--interleave", type=count, default=1, help="cp_kv_cache_interleave_size")
     add("--comm-backend", choices=("ag_rs", "a2a"), default="ag_rs", help="vLLM's dcp_comm_backend")
-    add("--repeats", type=int, default=3, help="timed runs")
-    add("--kv-gib", type=float, default=6.0, help="GiB of KV cache of each engine and GPU")
-    add("--limit", type=float, default=240.0, help="seconds after which no repeat begins")
+    add("--repeats", type=count, default=3, help="timed runs")
+    add("--kv-gib", type=positive, default=6.0, help="GiB of KV cache of each engine and GPU")
+    add("--limit", type=positive, default=240.0, help="seconds after which no repeat begins")
     add("--max-gap", type=float, default=0.3, help="nats; tokens may differ at smaller gaps")
     add_out(parser)
     args = parser.parse_args(argv)
-    for name in ("requests", "document", "own", "layers", "interleave", "repeats"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} must be 1 or more")
-    if args.tokens < 2 or args.kv_gib <= 0 or args.limit <= 0:
-        parser.error("--tokens must be 2 or more, --kv-gib and --limit positive")
+    if args.tokens < 2:
+        parser.error("--tokens must be 2 or more")
     if torch.cuda.device_count() < GPUS:
         parser.error(f"{GPUS} GPUs are needed, here are {torch.cuda.device_count()}")
     return args

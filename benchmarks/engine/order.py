@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.engine.launch import llama_8b_or_embedded, sized_cache, started
 from benchmarks.engine.workloads import SharedDocuments
+from benchmarks.support.option_types import count, positive
 from benchmarks.support.program import (
     add_out,
     make_parser,
@@ -144,21 +145,18 @@ def compared(found: Repeats) -> dict[str, float]:
 def main() -> int:
     gpu = torch.cuda.is_available()
     parser = make_parser(PROGRAM, __doc__)
-    parser.add_argument("--documents", type=int, default=24 if gpu else 4)
-    parser.add_argument("--questions", type=int, default=8 if gpu else 4, help="per document")
-    parser.add_argument("--document-tokens", type=int, default=16384 if gpu else 512)
-    parser.add_argument("--tokens", type=int, default=64 if gpu else 8, help="per answer")
-    parser.add_argument("--cache", type=float, nargs="+", default=[0.5],
+    parser.add_argument("--documents", type=count, default=24 if gpu else 4)
+    parser.add_argument("--questions", type=count, default=8 if gpu else 4, help="per document")
+    parser.add_argument("--document-tokens", type=count, default=16384 if gpu else 512)
+    parser.add_argument("--tokens", type=count, default=64 if gpu else 8, help="per answer")
+    parser.add_argument("--cache", type=positive, nargs="+", default=[0.5],
                         help="KV-cache sizes, as fractions of the documents' KV")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each; the fastest counts")
-    parser.add_argument("--layers", type=int, default=32, help="on a GPU; Llama-3.1-8B has 32")
-    parser.add_argument("--limit", type=float, default=3600.0,
+    parser.add_argument("--repeats", type=count, default=1, help="runs of each; the fastest counts")
+    parser.add_argument("--layers", type=count, default=32, help="on a GPU; Llama-3.1-8B has 32")
+    parser.add_argument("--limit", type=positive, default=3600.0,
                         help="seconds after which no cache size or repeat begins")  # fmt: skip
     add_out(parser)
     args = parser.parse_args()
-    counts = (args.documents, args.questions, args.document_tokens, args.tokens, args.repeats)
-    if min(*counts, args.layers) < 1 or min(*args.cache, args.limit) <= 0:
-        parser.error("all counts must be 1 or more, --cache and --limit above 0")
 
     work = SharedDocuments(
         "order", args.documents, args.questions, args.document_tokens, 64 if gpu else 32

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.support.option_types import count, positive
 from benchmarks.support.program import make_parser, one_sentence
 from vllm_prefixshare import PrefixShareError
 
@@ -308,22 +309,20 @@ def main(argv: list[str] | None = None) -> int:
     """Run the simulation; 2 with one sentence on standard error for a trace it cannot read."""
     parser = make_parser(PROGRAM, __doc__)
     parser.add_argument("--mooncake", type=Path, help="Mooncake trace, JSON lines")
-    parser.add_argument("--requests", type=int, default=400, help="for each replica")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--load", type=float, default=0.8, help="part of the affine router's rate")
+    parser.add_argument("--requests", type=count, default=400, help="for each replica")
+    parser.add_argument("--replicas", type=count, nargs="+", default=[4, 8])
+    parser.add_argument("--load", type=positive, default=0.8, help="part of affine routing's rate")
     args = parser.parse_args(argv)
-    if min(args.requests, *args.replicas) < 1 or args.load <= 0:
-        parser.error("--requests, --replicas and --load must be above 0")
     print(f"{', '.join(ROUTERS)}: tokens/s, million KV tokens read, mean seconds, threshold")
     for replicas in args.replicas:
-        count = args.requests * replicas
+        num_reqs = args.requests * replicas
         works = {
-            "24 documents of 16k, 64 tokens": questions(count, 24, 16384, 64),
-            "64 documents of 16k, 256 tokens": questions(count, 64, 16384, 256),
-            "4 documents of 32k, 256 tokens": questions(count, 4, 32768, 256),
+            "24 documents of 16k, 64 tokens": questions(num_reqs, 24, 16384, 64),
+            "64 documents of 16k, 256 tokens": questions(num_reqs, 64, 16384, 256),
+            "4 documents of 32k, 256 tokens": questions(num_reqs, 4, 32768, 256),
         }
         if args.mooncake:
-            works["Mooncake trace"] = mooncake(args.mooncake, count, 32768)
+            works["Mooncake trace"] = mooncake(args.mooncake, num_reqs, 32768)
         for title, requests in works.items():
             compare(title, requests, replicas, args.load)
     return 0

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
+from benchmarks.support.option_types import count
 from benchmarks.support.program import make_parser
 from vllm_prefixshare.vllm_plugin.scheduling.prefix_queue import PrefixQueue
 
@@ -68,11 +69,9 @@ def measure(queue: Any, requests: list[Waiting], cache: set[bytes]) -> tuple[flo
 
 def main() -> int:
     parser = make_parser(PROGRAM, __doc__)
-    parser.add_argument("--waiting", type=int, default=10_000, help="waiting requests")
-    parser.add_argument("--blocks", type=int, default=1024, help="blocks of each request")
+    parser.add_argument("--waiting", type=count, default=10_000, help="waiting requests")
+    parser.add_argument("--blocks", type=count, default=1024, help="blocks of each request")
     args = parser.parse_args()
-    if args.waiting < 1 or args.blocks < 1:
-        parser.error("--waiting and --blocks must be 1 or more")
     print("          |   vLLM's, us   |   ordered, us\ndocuments |   add     take |   add     take")
     for documents in sorted({1, min(100, args.waiting), args.waiting}):
         requests = requests_about(documents, args.waiting, args.blocks)

@@ -50,6 +50,7 @@ import torch
 from benchmarks.kernel import report
 from benchmarks.peers import PEERS, Case, Launch, Options, Peer, UnavailableError, first_line, make
 from benchmarks.support.machine_rates import MachineRates, measure_rates
+from benchmarks.support.option_types import count, heads, names, several
 from benchmarks.support.program import (
     CHECKOUTS,
     add_out,
@@ -392,15 +393,20 @@ def parse(
 ) -> argparse.Namespace:
     """The command line; ``parser`` may have options of its own."""
     parser = parser or make_parser(PROGRAM, __doc__)
-    parser.add_argument("--workloads", help=f"sets, of {','.join(WORKLOAD_SETS)}")
+    parser.add_argument(
+        "--workloads",
+        type=names(WORKLOAD_SETS),
+        default=[],
+        help=f"sets, of {','.join(WORKLOAD_SETS)}",
+    )
     parser.add_argument("--tree", action="append", default=[], help="such as 1,4_1024,64; repeat")
     parser.add_argument(
-        "--query-len", type=int, default=1, help="query tokens of each request of a --tree"
+        "--query-len", type=count, default=1, help="query tokens of each request of a --tree"
     )
-    parser.add_argument("--heads", default="32:8", help="query:KV heads, such as 32:8,64:8")
+    parser.add_argument("--heads", type=several(heads), default="32:8", help="such as 32:8,64:8")
     special = ("tokens", "flashmla", "fa2", "medusa")
     usual = ",".join(x for x in PEERS if "invariant" not in x and x not in special)
-    parser.add_argument("--peers", default=usual, help=f"of {','.join(PEERS)}")
+    parser.add_argument("--peers", type=names(PEERS), default=usual, help=f"of {','.join(PEERS)}")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--kv-dtype", choices=["fp8"], help="of the KV cache (default: --dtype)")
     parser.add_argument(
@@ -421,7 +427,7 @@ def parse(
     )
     parser.add_argument("--divider", help="divider of our plans (default: the device's)")
     parser.add_argument("--device", type=torch.device, default="cuda")
-    parser.add_argument("--repeats", type=int, default=20, help="timed replays of each kernel")
+    parser.add_argument("--repeats", type=count, default=20, help="timed replays of each kernel")
     parser.add_argument("--quick", action="store_true", help="few workloads of each set")
     for name in CHECKOUTS:
         parser.add_argument(f"--{name}", type=Path, help=f"your checkout of {name}")
@@ -429,26 +435,12 @@ def parse(
     add_out(parser)
     add_resume(parser)
     args = parser.parse_args(argv)
-    args.workloads = args.workloads.split(",") if args.workloads else []
     if not args.workloads and not args.tree:
         args.workloads = ["anchors"]
-    args.peers = args.peers.split(",")
-    for given, known in ((args.peers, PEERS), (args.workloads, WORKLOAD_SETS)):
-        for name in given:
-            if name not in known:
-                parser.error(f"{name!r} is unknown: use some of {','.join(known)}")
-    try:
-        args.heads = [tuple(map(int, pair.split(":"))) for pair in args.heads.split(",")]
-        if any(len(pair) != 2 or min(pair) < 1 or pair[0] % pair[1] for pair in args.heads):
-            raise ValueError
-    except ValueError:
-        parser.error("--heads must be pairs such as 32:8, the first a multiple of the second")
     if args.mla:
         args.head_dim = LATENT_SHAPE[0]
         if args.layout != LAYOUTS[0]:
             parser.error("--layout: a latent KV cache has one layout only")
-    if min(args.repeats, args.query_len) < 1:
-        parser.error("--repeats and --query-len must be 1 or more")
     return args
 
 

@@ -46,6 +46,7 @@ from benchmarks.kernel import scaling
 from benchmarks.peers import UnavailableError
 from benchmarks.peers.ring import RingDecode
 from benchmarks.peers.vllm_fa3 import require_fa
+from benchmarks.support.option_types import count, heads, several
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
@@ -73,33 +74,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(PROGRAM, __doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", default="65536,131072,262144,524288,1048576,2097152")
-    parser.add_argument("--requests", default="1,8,64")
-    parser.add_argument("--heads", default="32:8", help="query:KV heads")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block")
-    parser.add_argument("--repeats", type=int, default=20)
+    tokens = "65536,131072,262144,524288,1048576,2097152"
+    parser.add_argument("--tokens", type=several(count), default=tokens)
+    parser.add_argument("--requests", type=several(count), default="1,8,64")
+    parser.add_argument("--heads", type=heads, default="32:8", help="query:KV heads")
+    parser.add_argument("--block-size", type=count, default=16, help="tokens of a KV block")
+    parser.add_argument("--repeats", type=count, default=20)
     add_out(parser)
     args = parser.parse_args(argv)
-    for name in ("tokens", "requests"):
-        try:
-            values = [int(x) for x in getattr(args, name).split(",")]
-        except ValueError:
-            parser.error(f"--{name} must be numbers separated by commas")
-        if min(values) < 1:
-            parser.error(f"--{name} must be at least 1")
-        setattr(args, name, values)
-    if args.block_size < 1:
-        parser.error("--block-size must be at least 1")
-    try:
-        args.qo_heads, args.kv_heads = (int(x) for x in args.heads.split(":"))
-    except ValueError:
-        parser.error("--heads must be such as 32:8")
-    if args.kv_heads < 1 or args.qo_heads < 1 or args.qo_heads % args.kv_heads:
-        parser.error("--heads must be positive, the query heads a multiple of the KV heads")
+    args.qo_heads, args.kv_heads = args.heads
+    args.heads = f"{args.qo_heads}:{args.kv_heads}"
     if args.device == "cuda" and torch.cuda.device_count() < args.ranks:
         parser.error(f"--ranks {args.ranks} needs as many GPUs, {torch.cuda.device_count()} found")
-    if args.ranks < 2 or args.repeats < 1:
-        parser.error("--ranks must be at least 2, --repeats at least 1")
+    if args.ranks < 2:
+        parser.error("--ranks must be at least 2")
     return args
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from benchmarks.support.option_types import count
 from benchmarks.support.program import add_out, make_parser, recorded_command
 from benchmarks.support.results import versions, write
 from benchmarks.support.trees import Workload, forest, tree
@@ -140,11 +141,9 @@ def measure(
 
 def main() -> int:
     parser = make_parser(PROGRAM, __doc__)
-    parser.add_argument("--repeats", type=int, default=50, help="calls in a round")
+    parser.add_argument("--repeats", type=count, default=50, help="calls in a round")
     add_out(parser)
     args = parser.parse_args()
-    if args.repeats < 1:
-        parser.error("--repeats must be 1 or more")
     cases: list[tuple[str, str, Workload, str, str, Budget | None]] = [
         (name, b.name, b.work, kernel_of(name).divider, "always", b)
         for name in KERNELS

@@ -30,6 +30,7 @@ from benchmarks.kernel import bench as bench_kernel
 from benchmarks.kernel.bench import CpuTimer
 from benchmarks.peers import Case
 from benchmarks.peers.ours import wrapper_arguments
+from benchmarks.support.option_types import count
 from benchmarks.support.program import make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
 from vllm_prefixshare import PrefixShareDecodeWrapper
@@ -146,7 +147,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser(PROGRAM, __doc__)
     parser.add_argument("--before", type=Path, required=True, help="the other checkout")
     parser.add_argument("--kernel", default="auto", choices=["auto", "hopper", "portable"])
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=count, default=3)
     args = bench_kernel.parse(argv, parser)
     if not args.tree and args.workloads == ["anchors"]:
         args.tree = BATCHES

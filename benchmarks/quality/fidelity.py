@@ -32,6 +32,7 @@ import torch
 
 from benchmarks.engine.launch import RANDOM_WEIGHTS
 from benchmarks.quality import accuracy
+from benchmarks.support.option_types import count
 from benchmarks.support.program import ROOT, add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
 from examples.embedded_model import embedded_model_path
@@ -308,16 +309,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cpu", action="store_true", help=f"on a CPU, the embedded model: {CPU}")
     add("--backends", nargs="+", default=BACKENDS, help="the first is stock, the last is tested")
     add("--text", type=Path, nargs="+", help="fixed text (default: the pages of docs/)")
-    add("--document", type=int, default=2048, help="tokens that all prompts share")
-    add("--own", type=int, default=64, help="private tokens of each prompt")
-    add("--forced", type=int, default=448, help="tokens of fixed text for each request to decode")
-    add("--tokens", type=int, default=160, help="greedy tokens of each request")
-    add("--most", type=int, default=32, help="requests of the real model; fewer if --text ends")
-    add("--concurrent", type=int, default=32, help="requests that an engine serves at once")
-    add("--requests", type=int, default=16, help="requests to the random model")
+    add("--document", type=count, default=2048, help="tokens that all prompts share")
+    add("--own", type=count, default=64, help="private tokens of each prompt")
+    add("--forced", type=count, default=448, help="tokens of fixed text for each request to decode")
+    add("--tokens", type=count, default=160, help="greedy tokens of each request")
+    add("--most", type=count, default=32, help="requests of the real model; fewer if --text ends")
+    add("--concurrent", type=count, default=32, help="requests that an engine serves at once")
+    add("--requests", type=count, default=16, help="requests to the random model")
     add("--runner", choices=("v1", "v2"), default="v1", help="v2: greedy only, no forced text")
     add("--dtype", help="default: the model's own")
-    add("--kv-gib", type=int, default=4, help="KV cache of each engine on a GPU")
+    add("--kv-gib", type=count, default=4, help="KV cache of each engine on a GPU")
     add_out(parser)
     args, _ = parser.parse_known_args(argv)
     if args.cpu:
@@ -327,9 +328,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--backends needs two names or more")
     if args.no_random and args.model is None and not args.cpu:
         parser.error("nothing to do: give --model, or leave out --no-random")
-    counts = ("document", "own", "forced", "tokens", "most", "concurrent", "requests", "kv_gib")
-    if min(getattr(args, name) for name in counts) < 1:
-        parser.error(f"{', '.join(counts)} must be 1 or more")
     args.text = args.text or sorted((ROOT / "docs").rglob("*.md"))
     return args
 

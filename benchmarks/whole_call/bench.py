@@ -35,6 +35,7 @@ import numpy as np
 
 from benchmarks.engine.launch import NOT_COMPILED, WORKER
 from benchmarks.engine.shapes import SHAPES
+from benchmarks.support.option_types import count, names, positive, several
 from benchmarks.support.program import (
     add_out,
     make_parser,
@@ -398,15 +399,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         f"{GPU_TOKENS}, on a CPU {CPU_TOKENS})",
     )  # fmt: skip
     rows = f"some of {','.join(ALL_ROWS)}; the first is the baseline"
-    add("--rows", help=f"{rows} (default: all but {','.join(EXTRA_ROWS)})")
-    add("--workloads", help=f"some of {','.join(CHOICES)} (default: all)")
-    add("--tokens", type=int, default=64, help="output tokens of an answer")
-    add("--repeats", type=int, default=2, help="measured runs after the first")
-    add("--scale", type=float, default=1.0, help="factor for the number of requests")
-    add("--clients", default="64,8", help="of the server, one load for each number")
-    add("--requests-per-client", type=int, default=4)
+    add("--rows", type=names(ALL_ROWS), help=f"{rows} (default: all but {','.join(EXTRA_ROWS)})")
+    all_of = ",".join(CHOICES)
+    add("--workloads", type=names(CHOICES), default=all_of, help=f"of {all_of} (default: all)")
+    add("--tokens", type=count, default=64, help="output tokens of an answer")
+    add("--repeats", type=count, default=2, help="measured runs after the first")
+    add("--scale", type=positive, default=1.0, help="factor for the number of requests")
+    add("--clients", type=several(count), default="64,8", help="a load for each number")
+    add("--requests-per-client", type=count, default=4)
     add("--server-chat", action="store_true", help="chat completions instead of completions")
-    add("--lanes", type=int, default=1, metavar="GPUS", help="rows side by side, one GPU each")
+    add("--lanes", type=count, default=1, metavar="GPUS", help="rows side by side, one GPU each")
     add("--memory", type=float, default=0.9, help="part of the GPU's memory")
     add("--max-model-len", type=int, help="default: the longest request")
     add("--max-num-seqs", type=int, default=256)
@@ -420,32 +422,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.gpu = has_gpu()
     named = args.rows is not None
-    args.rows = args.rows.lower().split(",") if named else list(ROWS)
-    args.workloads = args.workloads.split(",") if args.workloads else list(CHOICES)
-    for what, names, known in (
-        ("row", args.rows, ALL_ROWS), ("workload", args.workloads, CHOICES),
-    ):  # fmt: skip
-        if unknown := [name for name in names if name not in known]:
-            parser.error(f"{what} {unknown[0]!r} is unknown: use some of {','.join(known)}")
+    args.rows = args.rows if named else list(ROWS)
     missing = {name: ALL_ROWS[name].unavailable() for name in args.rows}
     args.left_out = {name: reason for name, reason in missing.items() if reason}
     if named and args.left_out:
         name, reason = next(iter(args.left_out.items()))
         parser.error(f"row {name}: {reason}")
     args.rows = [name for name in args.rows if name not in args.left_out]
-    try:
-        args.clients = [int(number) for number in args.clients.split(",")]
-    except ValueError:
-        parser.error("--clients are numbers, such as 64,8")
-    counts = {
-        "--tokens": args.tokens, "--repeats": args.repeats, "--lanes": args.lanes,
-        "--requests-per-client": args.requests_per_client, "--clients": min(args.clients),
-    }  # fmt: skip
-    for option, value in counts.items():
-        if value < 1:
-            parser.error(f"{option} must be 1 or more")
-    if args.scale <= 0:
-        parser.error("--scale must be positive")
     if args.model and (args.shape or args.layers or args.tokenizer):
         parser.error("--shape, --layers and --tokenizer go without --model")
     if args.gpu and not (args.model or args.shape):

@@ -66,7 +66,7 @@ def test_a_wrong_baseline_is_named_in_one_sentence(release, capsys):
         with pytest.raises(SystemExit):
             parse(arguments)
         last = capsys.readouterr().err.splitlines()[-1]
-        assert "'flash_atn' is unknown: use" in last and "triton_attn" in last
+        assert "'flash_atn'" in last and "triton_attn" in last
     with pytest.raises(PrefixShareError, match="MLA layers have no baseline flashinfer"):
         bench_engine.stock_arguments("flashinfer", {"kv_lora_rank": 512})
 

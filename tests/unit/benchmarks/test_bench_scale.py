@@ -8,28 +8,21 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from benchmarks.kernel import scale as bench_scale
 
 
-@pytest.mark.parametrize(
-    ("heads", "text"),
-    [
-        ("7:3", "the query heads a multiple of the KV heads"),
-        ("32:0", "--heads must be positive"),
-        ("0:8", "--heads must be positive"),
-        ("-8:-8", "--heads must be positive"),
-        ("32", "--heads must be such as 32:8"),
-    ],
-)
-def test_heads_that_cannot_be_are_refused(heads, text, capsys):
+@pytest.mark.parametrize("heads", ["7:3", "32:0", "0:8", "-8:-8", "32", "a:b", "8:4:2"])
+def test_heads_that_cannot_be_are_refused(heads, capsys):
     with pytest.raises(SystemExit) as ended:
         bench_scale.parse(["--device", "cpu", f"--heads={heads}"])
     assert ended.value.code == 2
-    assert text in capsys.readouterr().err
-    assert bench_scale.parse(["--device", "cpu", "--heads", "6:3"]).qo_heads == 6
+    sentence = "--heads: must be query:KV heads such as 32:8, the first a multiple of the second"
+    assert sentence in capsys.readouterr().err
+    args = bench_scale.parse(["--device", "cpu", "--heads", "6:3"])
+    assert (args.qo_heads, args.kv_heads, args.heads) == (6, 3, "6:3")
 
 
 def test_blocks_without_tokens_are_refused(capsys):
     with pytest.raises(SystemExit):
         bench_scale.parse(["--device", "cpu", "--block-size", "0"])
-    assert "--block-size must be at least 1" in capsys.readouterr().err
+    assert "--block-size: must be 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

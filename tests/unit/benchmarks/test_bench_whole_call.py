@@ -119,10 +119,10 @@ def test_rows_set_what_this_version_knows():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--rows", "fastest"], "row 'fastest' is unknown"),
-        (["--workloads", "cold,warm"], "workload 'warm' is unknown"),
-        (["--clients", "many"], "--clients are numbers"),
-        (["--repeats", "0"], "--repeats must be 1 or more"),
+        (["--rows", "fastest"], "argument --rows: 'fastest' is unknown"),
+        (["--workloads", "cold,warm"], "argument --workloads: 'warm' is unknown"),
+        (["--clients", "many"], "argument --clients: invalid"),
+        (["--repeats", "0"], "argument --repeats: must be 1 or more"),
         (["--model", "m", "--shape", "8b"], "go without --model"),
         (["--model", "m", "--documents", "/no/file"], "there is no file /no/file"),
     ],

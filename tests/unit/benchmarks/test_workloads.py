@@ -362,8 +362,11 @@ def test_the_harness_checks_and_times_our_cpu_executor(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--device", "cpu", "--workloads", "all"], "'all' is unknown: use some of anchors"),
-        (["--device", "cpu", "--heads", "3:2"], "--heads must be pairs such as 32:8"),
+        (["--device", "cpu", "--workloads", "all"], "'all' is unknown: use anchors"),
+        (
+            ["--device", "cpu", "--heads", "3:2"],
+            "argument --heads: must be query:KV heads such as 32:8",
+        ),
         (["--device", "cpu", "--workloads", "deft", "--peers", "ours"], "--deft-data"),
     ],
 )
