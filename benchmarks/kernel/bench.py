@@ -65,7 +65,6 @@ from benchmarks.support.workload_sets import WORKLOAD_SETS, workload_set
 from vllm_prefixshare import LayerExtras
 from vllm_prefixshare.config import LATENT_SHAPE
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 from vllm_prefixshare.planning.window import first_in_window, tokens_seen
 from vllm_prefixshare.profiling.gpu_timing import GpuTimer, Timing, capture
 
@@ -79,9 +78,6 @@ FP8 = torch.float8_e4m3fn
 #: roofline rates of known GPUs, so that fractions of different days can be compared; for other GPUs
 #: the rates measured at the start of the run are used
 KNOWN_RATES = {"NVIDIA H200": MachineRates(4.35e12, 700e12)}
-#: layouts of a KV cache: each of K and V a tensor of its own, or both in one, token by token or
-#: head by head
-LAYOUTS = ("separate", "NHD", "HND")
 #: a peer slower than this many times the fastest so far is timed only once
 HOPELESS, HOPELESS_MS = 8, 1.0
 
@@ -90,12 +86,12 @@ def make_case(w: Workload, heads: tuple[int, int], args: argparse.Namespace) -> 
     """Random queries and cache for a workload, and the extra features of the layer."""
     torch.manual_seed(0)
     dtype, device = getattr(torch, args.dtype), args.device
-    fp8, fp8_queries = args.kv_dtype == "fp8", args.kv_dtype == "fp8" and not args.plain_queries
+    fp8 = args.kv_dtype == "fp8"
     k_cache, v_cache = make_caches(w, heads[1], args)
     tokens = w.num_reqs * w.query_len
     q = torch.randn(tokens, heads[0], args.head_dim, device=device, dtype=dtype)
     table, lens = (torch.from_numpy(x).to(device) for x in (w.block_table, w.seq_lens))
-    if fp8_queries:
+    if fp8:
         q = q.to(FP8)
     q_scale, k_scale, v_scale = torch.tensor([0.75, 1.25, 0.5], device=device).split(1)
     if args.mla:
@@ -106,7 +102,7 @@ def make_case(w: Workload, heads: tuple[int, int], args: argparse.Namespace) -> 
         alibi_slopes=(
             2.0 ** -torch.linspace(1, 8, heads[0], device=device) if args.alibi else None
         ),
-        q_scale=q_scale if fp8_queries else None,
+        q_scale=q_scale if fp8 else None,
         k_scale=k_scale if fp8 else None,
         v_scale=v_scale if fp8 else None,
     )
@@ -116,28 +112,16 @@ def make_case(w: Workload, heads: tuple[int, int], args: argparse.Namespace) -> 
 def make_caches(
     w: Workload, num_kv_heads: int, args: argparse.Namespace
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random K and V, ``[num_blocks, block_size, num_kv_heads, head_dim]``: each a tensor of its
-    own, or views of one in which K and V of a token and head are neighbours.
+    """Random K and V, ``[num_blocks, block_size, num_kv_heads, head_dim]``; of a latent KV cache V
+    is a view of K.
     """
-    shape = [w.num_blocks, w.block_size, num_kv_heads, args.head_dim]
-    kept = FP8 if args.kv_dtype == "fp8" else getattr(torch, args.dtype)
-
-    def random(shape: list[int]) -> torch.Tensor:
-        return torch.randn(shape, device=args.device, dtype=getattr(torch, args.dtype)).to(kept)
-
+    shape = (w.num_blocks, w.block_size, num_kv_heads, args.head_dim)
+    dtype = getattr(torch, args.dtype)
+    kept = FP8 if args.kv_dtype == "fp8" else dtype
+    k_cache = torch.randn(shape, device=args.device, dtype=dtype).to(kept)
     if args.mla:
-        k_cache = random(shape)
         return k_cache, k_cache[..., : LATENT_SHAPE[1]]
-    if args.layout == "separate":
-        return random(shape), random(shape)
-    shape[3] *= 2
-    if args.layout == "HND":
-        shape[1], shape[2] = shape[2], shape[1]
-    packed = random(shape)
-    if args.layout == "HND":
-        packed = packed.transpose(1, 2)
-    k_cache, v_cache = packed.split(args.head_dim, dim=-1)
-    return k_cache, v_cache
+    return k_cache, torch.randn(shape, device=args.device, dtype=dtype).to(kept)
 
 
 def reference(case: Case) -> torch.Tensor:
@@ -145,11 +129,7 @@ def reference(case: Case) -> torch.Tensor:
     w = case.workload
     group = case.num_qo_heads // case.num_kv_heads
     length = w.query_len
-    sees = torch.ones(length, length, dtype=torch.bool, device=case.q.device).tril()
-    if w.query_parents is not None:
-        bits = ancestor_masks(w.query_parents, np.array([0, length], np.int32))
-        j = np.arange(length)
-        sees = torch.from_numpy((bits[:, j // 32] >> (j % 32)) & 1 == 1).to(case.q.device)
+    sees = case.seen_queries().to(case.q.device)
     x = case.extras
     q_scale, k_scale, v_scale = (1.0 if scale is None else scale for scale in x[3:])
 
@@ -409,9 +389,6 @@ def parse(
     parser.add_argument("--peers", type=names(PEERS), default=usual, help=f"of {','.join(PEERS)}")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--kv-dtype", choices=["fp8"], help="of the KV cache (default: --dtype)")
-    parser.add_argument(
-        "--plain-queries", action="store_true", help="with --kv-dtype: queries not quantised"
-    )
     parser.add_argument("--sinks", action="store_true", help="attention sinks")
     parser.add_argument("--soft-cap", type=float, default=0.0, help="for the scores, such as 50")
     parser.add_argument("--alibi", action="store_true", help="ALiBi slopes")
@@ -419,12 +396,6 @@ def parse(
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--mla", action="store_true", help="a latent KV cache; heads such as 16:1")
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument(
-        "--layout",
-        choices=LAYOUTS,
-        default=LAYOUTS[0],
-        help="K and V in a tensor each, or packed as vLLM stores them: NHD is its default",
-    )
     parser.add_argument("--divider", help="divider of our plans (default: the device's)")
     parser.add_argument("--device", type=torch.device, default="cuda")
     parser.add_argument("--repeats", type=count, default=20, help="timed replays of each kernel")
@@ -439,8 +410,6 @@ def parse(
         args.workloads = ["anchors"]
     if args.mla:
         args.head_dim = LATENT_SHAPE[0]
-        if args.layout != LAYOUTS[0]:
-            parser.error("--layout: a latent KV cache has one layout only")
     return args
 
 
@@ -456,7 +425,6 @@ def main(argv: list[str] | None = None) -> int:
         "versions": versions(),
         "dtype": args.dtype,
         "kv_dtype": args.kv_dtype,
-        "plain_queries": args.plain_queries,
         "sinks": args.sinks,
         "soft_cap": args.soft_cap,
         "alibi": args.alibi,
@@ -464,7 +432,6 @@ def main(argv: list[str] | None = None) -> int:
         "sliding_window": args.sliding_window,
         "head_dim": args.head_dim,
         "block_size": args.block_size,
-        "layout": args.layout,
         "repeats": args.repeats,
         "measured": vars_of(measured),
         "roofline": vars_of(rates),

@@ -43,7 +43,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.kernel import scaling
-from benchmarks.peers import UnavailableError
+from benchmarks.peers import Options, UnavailableError
 from benchmarks.peers.ring import RingDecode
 from benchmarks.peers.vllm_fa3 import require_fa
 from benchmarks.support.option_types import count, heads, several
@@ -378,7 +378,7 @@ def flash_attention_3(
     and by blocks; none without vLLM's FlashAttention 3.
     """
     try:
-        require_fa(3, q.device)
+        require_fa(3, Options(q.device, q.dtype, {}))
     except (ImportError, UnavailableError):
         return {}
     from vllm.vllm_flash_attn import flash_attn_varlen_func

@@ -113,6 +113,8 @@ def planner_of(method: Method, w: Workload, heads: tuple[int, int]) -> tuple[Dec
 class Planned:
     """A peer of ``benchmarks.kernel``: this project's kernel under the plan of a method."""
 
+    serves = ("queries", "token trees")
+
     def __init__(self, method: Method, options: Options) -> None:
         self.method, self.device = method, options.device
 
@@ -148,7 +150,8 @@ class Planned:
         out = torch.empty_like(case.q)
         run, merging = executor.run, ""
         if method.serial:
-            case.require_one_query()
+            if w.query_len > 1:
+                raise UnavailableError("one query a request only")
             if cuda:
                 # the executor's own, because choices are kept
                 chosen = choose_kernel(attention, executor.device, method.kernel, w.query_len)

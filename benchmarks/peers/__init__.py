@@ -10,10 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from benchmarks.support.trees import Workload
+from benchmarks.support.trees import BlockNode, Workload
 from vllm_prefixshare import LayerExtras
+from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 
 
 class UnavailableError(Exception):
@@ -55,15 +57,23 @@ class Case:
         return tuple(name for name, there in has.items() if there)
 
     def require_served_by(self, peer: "Peer") -> None:
-        """Raise ``UnavailableError`` unless ``peer.serves`` has the layer's features, and "fp8"
-        where the layer is quantised, "mla" where its KV cache is latent, and "windows" where it
-        has a sliding window. Peers without ``serves`` serve none of them.
+        """Raise ``UnavailableError`` unless ``peer.serves`` has what the case needs: the layer's
+        features, "fp8" where it is quantised, "mla" where its KV cache is latent, "windows" where
+        it has a sliding window, "queries" where requests have several, and "token trees". Peers
+        without ``serves`` serve none of them.
         """
-        quantised = ("fp8",) if self.k_cache.element_size() == 1 else ()
-        latent = ("mla",) if self.kv_lora_rank else ()
-        windows = () if self.sliding_window is None else ("windows",)
-        for name in (*self.features, *quantised, *latent, *windows):
-            if name not in getattr(peer, "serves", ()):
+        served = getattr(peer, "serves", ())
+        if self.workload.query_len > 1 and "queries" not in served:
+            raise UnavailableError("one query a request only")
+        needs = {
+            **dict.fromkeys(self.features, True),
+            "fp8": self.k_cache.element_size() == 1,
+            "mla": self.kv_lora_rank is not None,
+            "windows": self.sliding_window is not None,
+            "token trees": self.workload.query_parents is not None,
+        }
+        for name, needed in needs.items():
+            if needed and name not in served:
                 raise UnavailableError(f"no {name}")
 
     @property
@@ -95,9 +105,16 @@ class Case:
         steps = torch.arange(self.workload.num_reqs + 1, dtype=torch.int32, device=self.q.device)
         return steps * self.workload.query_len
 
-    def require_one_query(self) -> None:
-        if self.workload.query_len > 1:
-            raise UnavailableError("one query a request only")
+    def seen_queries(self) -> torch.Tensor:
+        """Which query tokens of its request each one sees, itself included: bool ``[query_len,
+        query_len]``, on the host.
+        """
+        w = self.workload
+        if w.query_parents is None:
+            return torch.ones(w.query_len, w.query_len, dtype=torch.bool).tril()
+        bits = ancestor_masks(w.query_parents, np.array([0, w.query_len], np.int32))
+        j = np.arange(w.query_len)
+        return torch.from_numpy((bits[:, j // 32] >> (j % 32)) & 1 == 1)
 
     def token_ids(self, row: int, start: int, end: int) -> torch.Tensor:
         """int64 slots of the tokens ``[start, end)`` of a request, in a cache viewed as one token
@@ -108,6 +125,12 @@ class Case:
         return torch.from_numpy(self.workload.block_table[row]).long()[at // size] * size + (
             at % size
         )
+
+    def node_slots(self, node: BlockNode) -> torch.Tensor:
+        """int64 slots of a node's tokens, as in ``token_ids``."""
+        w = self.workload
+        end = min(node.end * w.block_size, int(w.seq_lens[node.first : node.last].min()))
+        return self.token_ids(node.first, node.start * w.block_size, end)
 
 
 @dataclass(frozen=True)
@@ -144,6 +167,11 @@ class Options:
     dtype: torch.dtype
     checkouts: dict[str, Path | None]
     divider: str | None = None
+
+    def require_gpu(self) -> None:
+        """Raise ``UnavailableError`` on a CPU."""
+        if self.device.type != "cuda":
+            raise UnavailableError("needs a GPU")
 
 
 #: name on the command line and in results -> (module, class, title)

@@ -11,8 +11,7 @@ def use_checkout(options: Options, name: str, marker: str) -> None:
     Raises:
         UnavailableError: the option is missing, or its folder is not such a checkout.
     """
-    if options.device.type != "cuda":
-        raise UnavailableError("needs a GPU")
+    options.require_gpu()
     root = options.checkouts[name]
     if root is None:
         raise UnavailableError(f"no checkout: give --{name} PATH")

@@ -22,7 +22,6 @@ class DeFT:
         self.kernels, self.cache = tree_attention, tree_cache
 
     def prepare(self, case: Case) -> list[Launch]:
-        case.require_one_query()
         if case.head_dim not in (16, 32, 64, 128):
             raise UnavailableError("head_dim 16, 32, 64 or 128 only")
         block = self.cache.BLOCK_CONFIG["BLOCK_LEN"]
@@ -76,8 +75,7 @@ class DeFT:
         for i, n in enumerate(w.nodes):
             # the number of a leaf is that of its request
             node = self.cache.TreeNode(n.first if i not in inner else w.num_reqs + i)
-            end = min(n.end * w.block_size, int(w.seq_lens[n.first : n.last].min()))
-            node.kv_indices = case.token_ids(n.first, n.start * w.block_size, end).tolist()
+            node.kv_indices = case.node_slots(n).tolist()
             node.token_ids = [0] * len(node.kv_indices)
             if n.parent >= 0:
                 made[n.parent].children[node.id] = node

@@ -31,7 +31,6 @@ class FastTree:
 
     def prepare(self, case: Case) -> list[Launch]:
         w = case.workload
-        case.require_one_query()
         group = case.num_qo_heads // case.num_kv_heads
         tiles = [rows // group for rows in Q_TILE_ROWS]
         if min(tiles) < 1 or group & (group - 1):
@@ -88,9 +87,7 @@ class FastTree:
             node.requests = list(range(n.first, n.last))
             if node.parent >= 0:
                 nodes[node.parent].num_children += 1
-            start = n.start * w.block_size
-            end = min(n.end * w.block_size, int(w.seq_lens[n.first : n.last].min()))
-            node.seqlen = end - start
-            slots.append(case.token_ids(n.first, start, end))
+            slots.append(case.node_slots(n))
+            node.seqlen = len(slots[-1])
             nodes.append(node)
         return nodes, torch.cat(slots).to(case.q.device, torch.int32)

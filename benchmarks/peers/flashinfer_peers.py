@@ -8,7 +8,6 @@ import torch
 
 from benchmarks.peers import Case, Launch, Options, UnavailableError
 from benchmarks.support.trees import Workload
-from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 
 WORKSPACE_BYTES = 1 << 30
 #: requests [first, last), block-table columns [start, end)
@@ -23,8 +22,7 @@ class _Peer:
     """The library and its workspace."""
 
     def __init__(self, options: Options) -> None:
-        if options.device.type != "cuda":
-            raise UnavailableError("needs a GPU")
+        options.require_gpu()
         import flashinfer
 
         self.flashinfer = flashinfer
@@ -36,6 +34,8 @@ class FlashInfer(_Peer):
     its documentation advises. Several queries per request, and token trees, run in
     ``BatchPrefillWithPagedKVCacheWrapper``.
     """
+
+    serves = ("queries", "token trees")
 
     def prepare(self, case: Case) -> list[Launch]:
         w = case.workload
@@ -77,10 +77,7 @@ class FlashInfer(_Peer):
 def token_tree_mask(case: Case) -> torch.Tensor:
     """Which KV token each query sees, flattened over requests, queries and KV tokens."""
     w = case.workload
-    assert w.query_parents is not None
-    bits = ancestor_masks(w.query_parents, np.array([0, w.query_len], np.int32))
-    j = np.arange(w.query_len)
-    among_queries = (bits[:, j // 32] >> (j % 32)) & 1 == 1
+    among_queries = case.seen_queries().numpy()
     parts = []
     for length in w.seq_lens.tolist():
         mask = np.ones((w.query_len, length), bool)
@@ -94,10 +91,10 @@ class FlashInferCascade(_Peer):
     one for the requests' private blocks. A request without a node on a level reads nothing there.
     """
 
+    serves = ("queries",)
+
     def prepare(self, case: Case) -> list[Launch]:
         w = case.workload
-        if w.query_parents is not None:
-            raise UnavailableError("no token trees")
         levels = [page_arrays(w, spans) for spans in levels_of(case)]
         if len(levels) < 2:
             raise UnavailableError("nothing shared")

@@ -13,6 +13,8 @@ from benchmarks.peers import Case, Launch, Options
 class Medusa:
     """One launch for each of the products, the scaled and masked scores, and the softmax."""
 
+    serves = ("queries", "token trees")
+
     def __init__(self, options: Options) -> None:
         self.device = options.device
 
@@ -39,23 +41,13 @@ class Medusa:
         w = case.workload
         slots, seen = [], []
         for node in w.nodes:
-            end = min(node.end * w.block_size, int(w.seq_lens[node.first : node.last].min()))
-            slots.append(case.token_ids(node.first, node.start * w.block_size, end))
+            slots.append(case.node_slots(node))
+            end = node.start * w.block_size + len(slots[-1])
             rows = torch.zeros(w.num_reqs, w.query_len, len(slots[-1]), dtype=torch.bool)
             rows[node.first : node.last] = True
             if node.last - node.first == 1 and w.query_len > 1 and end == w.seq_lens[node.first]:
-                rows[node.first, :, -w.query_len :] = self.ancestors(case)
+                rows[node.first, :, -w.query_len :] = case.seen_queries()
             seen.append(rows.flatten(0, 1))
         mask = torch.zeros(len(case.q), sum(map(len, slots)), dtype=case.q.dtype)
         mask.masked_fill_(~torch.cat(seen, 1), -torch.inf)
         return torch.cat(slots).to(self.device), mask.to(self.device)
-
-    def ancestors(self, case: Case) -> torch.Tensor:
-        """Which query tokens each one sees, itself included: bool ``[query_len, query_len]``."""
-        w = case.workload
-        found = torch.eye(w.query_len, dtype=torch.bool)
-        parents = range(-1, w.query_len - 1) if w.query_parents is None else w.query_parents
-        for token, parent in enumerate(parents):
-            if parent >= 0:
-                found[token] |= found[parent]
-        return found

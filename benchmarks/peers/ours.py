@@ -15,7 +15,7 @@ class Ours:
 
     kernel = "auto"
     divider: str | None = None
-    serves = ("sinks", "soft_cap", "alibi", "fp8", "mla", "windows")
+    serves = ("sinks", "soft_cap", "alibi", "fp8", "mla", "windows", "queries", "token trees")
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -94,10 +94,10 @@ class Tokens(Ours):
     for a chain of queries. Work tiles then fill up whatever the number of a request's queries.
     """
 
+    serves = tuple(name for name in Ours.serves if name != "token trees")
+
     def as_planned(self, case: Case) -> Case:
         w = case.workload
-        if w.query_parents is not None:
-            raise UnavailableError("no token trees")
         rows = np.repeat(np.arange(w.num_reqs), w.query_len)
         later = w.query_len - 1 - np.arange(len(rows)) % w.query_len
         seq_lens = (w.seq_lens[rows] - later).astype(np.int32)
@@ -116,8 +116,7 @@ class Portable(Ours):
     kernel = "portable"
 
     def __init__(self, options: Options) -> None:
-        if options.device.type != "cuda":
-            raise UnavailableError("needs a GPU")
+        options.require_gpu()
         super().__init__(options)
 
 

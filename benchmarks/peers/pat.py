@@ -30,7 +30,6 @@ class PAT:
 
     def prepare(self, case: Case) -> list[Launch]:
         w = case.workload
-        case.require_one_query()
         group = case.num_qo_heads // case.num_kv_heads
         if group not in (1, 2, 4, 8) or case.head_dim not in (64, 128):
             raise UnavailableError("1, 2, 4 or 8 query heads a KV head and head_dim 64 or 128 only")

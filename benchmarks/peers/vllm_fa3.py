@@ -12,10 +12,9 @@ from benchmarks.peers import Case, Launch, Options, UnavailableError
 SPLITS = (32, 0)
 
 
-def require_fa(version: int, device: torch.device) -> None:
+def require_fa(version: int, options: Options) -> None:
     """Import vLLM's FlashAttention of this version or raise ``UnavailableError``."""
-    if device.type != "cuda":
-        raise UnavailableError("needs a GPU")
+    options.require_gpu()
     from vllm.vllm_flash_attn import fa_version_unsupported_reason, is_fa_version_supported
 
     if not is_fa_version_supported(version):
@@ -62,19 +61,17 @@ def window_of(case: Case) -> tuple[int, int]:
 class FA3:
     """Paged attention with variable lengths, which reads the KV of each request separately."""
 
-    serves = ("sinks", "soft_cap", "fp8", "mla", "windows")
+    serves = ("sinks", "soft_cap", "fp8", "mla", "windows", "queries")
     version = 3
     splits = SPLITS
 
     def __init__(self, options: Options) -> None:
-        require_fa(self.version, options.device)
+        require_fa(self.version, options)
 
     def prepare(self, case: Case) -> list[Launch]:
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
         w = case.workload
-        if w.query_parents is not None:
-            raise UnavailableError("no token trees")
         starts, longest = case.query_start_loc(), int(w.seq_lens.max())
         out = case.q.new_empty((*case.q.shape[:2], case.v_head_dim), dtype=case.out_dtype)
         q, k, q_v = case.q, case.k_cache, {}
@@ -131,7 +128,7 @@ class FA3Invariant(FA3):
 class FA2(FA3):
     """FlashAttention 2, which chooses its splits itself."""
 
-    serves = ("soft_cap", "windows")
+    serves = ("soft_cap", "windows", "queries")
     version = 2
     splits = (0,)
 
@@ -142,16 +139,16 @@ class FA3Cascade:
     wherever there is such a prefix, without vLLM's heuristic.
     """
 
+    serves = ("queries",)
+
     def __init__(self, options: Options) -> None:
-        require_fa(3, options.device)
+        require_fa(3, options)
 
     def prepare(self, case: Case) -> list[Launch]:
         from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
         w = case.workload
-        if w.query_parents is not None:
-            raise UnavailableError("no token trees")
         root = w.nodes[0]
         if w.num_reqs < 2 or (root.first, root.last) != (0, w.num_reqs):
             raise UnavailableError("no prefix common to all requests")

@@ -16,11 +16,10 @@ BLOCK_SIZE = 64
 class FlashMLA:
     """Attention over a latent KV cache, which reads the latents of each request separately."""
 
-    serves = ("mla", "fp8")
+    serves = ("mla", "fp8", "queries")
 
     def __init__(self, options: Options) -> None:
-        if options.device.type != "cuda":
-            raise UnavailableError("needs a GPU")
+        options.require_gpu()
         from vllm.v1.attention.ops.flashmla import is_flashmla_dense_supported
 
         there, reason = is_flashmla_dense_supported()

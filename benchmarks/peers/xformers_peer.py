@@ -8,17 +8,16 @@ from benchmarks.peers import Case, Launch, Options, UnavailableError, first_line
 class XFormers:
     """Every operator of xformers that takes this cache; the fastest one counts."""
 
+    serves = ("queries",)
+
     def __init__(self, options: Options) -> None:
-        if options.device.type != "cuda":
-            raise UnavailableError("needs a GPU")
+        options.require_gpu()
         from xformers.ops import fmha
 
         self.fmha = fmha
 
     def prepare(self, case: Case) -> list[Launch]:
         w = case.workload
-        if w.query_parents is not None:
-            raise UnavailableError("no token trees")
         masks = self.fmha.attn_bias
         columns = -(-int(w.seq_lens.max()) // w.block_size)
         bias = masks.BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(

@@ -216,8 +216,8 @@ def test_token_trees_follow_their_paths():
 
 
 PLAIN = {
-    "kv_dtype": None, "plain_queries": False, "sinks": False, "soft_cap": 0, "alibi": False,
-    "mla": False, "sliding_window": None, "layout": "separate",
+    "kv_dtype": None, "sinks": False, "soft_cap": 0, "alibi": False,
+    "mla": False, "sliding_window": None,
 }  # fmt: skip
 
 
@@ -232,8 +232,6 @@ def cpu_case(w: Workload, heads=(4, 2), dtype="float32", **options) -> Case:
     [
         {},
         {"kv_dtype": "fp8"},
-        {"layout": "NHD"},
-        {"layout": "HND", "kv_dtype": "fp8"},
         {"sinks": True, "soft_cap": 3.0, "alibi": True},
     ],
     ids=str,
