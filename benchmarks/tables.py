@@ -19,17 +19,18 @@ from benchmarks.quality import tables as quality
 from benchmarks.support import published
 from benchmarks.support.charts import light_and_dark
 from benchmarks.support.program import ROOT, make_parser
+from benchmarks.support.published import Result
 from benchmarks.whole_call import report
 
 PROGRAM = "benchmarks.tables"
 
 
 class Section(NamedTuple):
-    """A part of a generated page: heading, required results, function that writes it."""
+    """A part of a generated page: heading, name of the results, function that writes them."""
 
     title: str
     results: str
-    write: Callable[[], str]
+    write: Callable[[Result], str]
 
 
 class GeneratedPage(NamedTuple):
@@ -40,20 +41,14 @@ class GeneratedPage(NamedTuple):
     sections: tuple[Section, ...]
 
 
-def engine_section(title: str, name: str) -> Section:
-    return Section(title, name, partial(engine.engine_table, name))
-
-
-def kernel_section(title: str, name: str) -> Section:
-    return Section(title, name, partial(kernel.kernel_table, name))
-
-
 TREES = (
     "A workload `1,4,16_1024,256,64` is a tree with 1, 4 and 16 nodes on its levels, of 1024, 256 "
     "and 64 tokens each; the nodes of the last level are the requests. The roofline is the larger "
     "of two times: reading every KV token and query once and writing the output, and the "
     "multiplications. The gain is the fastest peer's time over ours."
 )
+#: the run on all of FastTree's trees, or the one that has some of them
+FASTTREE_KERNELS = "kernel_fasttree" if published.exists("kernel_fasttree") else "kernel"
 #: file in benchmarks/published -> what it holds
 PAGES = {
     "engine.md": GeneratedPage(
@@ -61,20 +56,22 @@ PAGES = {
         "Baseline: the backend that vLLM chooses by default, in the same engine with the same "
         "settings. [Performance](../../docs/performance.md) summarises these tables.",
         (
-            engine_section("Llama-3.1-8B", "engine"),
+            Section("Llama-3.1-8B", "engine", engine.engine_table),
             Section("Other baselines", "engine", engine.opponents_table),
-            engine_section("GRPO with long samples", "engine_grpo"),
+            Section("GRPO with long samples", "engine_grpo", engine.engine_table),
             Section("Documents of 8k to 120k tokens", "engine_sweep", engine.sweep_table),
-            engine_section("Tensor parallelism, 8B", "engine_tp2"),
-            engine_section("Tensor parallelism, 70B", "engine_tp2_70b"),
-            engine_section("An fp8 KV cache", "engine_fp8"),
-            engine_section("DeepSeek-V2-Lite", "engine_mla"),
-            engine_section("gpt-oss", "engine_gpt_oss"),
-            engine_section("gpt-oss with 4 of 32 experts", "engine_gpt_oss_4_experts"),
-            engine_section("Qwen3-Next", "engine_qwen3_next"),
-            engine_section("Gemma-3-12B", "engine_gemma3"),
-            engine_section("Batch invariance", "engine_invariant"),
-            engine_section("H100", "engine_h100"),
+            Section("Tensor parallelism, 8B", "engine_tp2", engine.engine_table),
+            Section("Tensor parallelism, 70B", "engine_tp2_70b", engine.engine_table),
+            Section("An fp8 KV cache", "engine_fp8", engine.engine_table),
+            Section("DeepSeek-V2-Lite", "engine_mla", engine.engine_table),
+            Section("gpt-oss", "engine_gpt_oss", engine.engine_table),
+            Section(
+                "gpt-oss with 4 of 32 experts", "engine_gpt_oss_4_experts", engine.engine_table
+            ),
+            Section("Qwen3-Next", "engine_qwen3_next", engine.engine_table),
+            Section("Gemma-3-12B", "engine_gemma3", engine.engine_table),
+            Section("Batch invariance", "engine_invariant", engine.engine_table),
+            Section("H100", "engine_h100", engine.engine_table),
             Section("CPU", "cpu", engine.cpu_table),
             Section("Start-up", "startup", engine.startup_table),
         ),
@@ -83,11 +80,11 @@ PAGES = {
         "Attention of one layer",
         f"{TREES} [Performance](../../docs/performance.md) summarises these tables.",
         (
-            kernel_section("Every cell", "kernel"),
-            kernel_section("Other workloads", "kernel_workloads"),
-            kernel_section("Batches of any size", "kernel_batches"),
-            kernel_section("H100", "kernel_h100"),
-            kernel_section("Torch 2.14 and Triton 3.8", "kernel_newest"),
+            Section("Every cell", "kernel", kernel.kernel_table),
+            Section("Other workloads", "kernel_workloads", kernel.kernel_table),
+            Section("Batches of any size", "kernel_batches", kernel.kernel_table),
+            Section("H100", "kernel_h100", kernel.kernel_table),
+            Section("Torch 2.14 and Triton 3.8", "kernel_newest", kernel.kernel_table),
             Section(
                 "The Hopper kernel under two Tritons", "kernel_triton/3.8.0", kernel.triton_table
             ),
@@ -97,17 +94,19 @@ PAGES = {
                 "The first step after a prefix hit", "kernel_first_step", kernel.first_step_table
             ),
             Section("Sliding windows", "kernel_windows_1024_256", kernel.windows_table),
-            kernel_section("An fp8 KV cache", "kernel_fp8"),
-            kernel_section("Attention sinks", "kernel_sinks"),
-            kernel_section("Soft cap", "kernel_soft_cap"),
-            kernel_section("ALiBi", "kernel_alibi"),
-            kernel_section("head_dim 512", "kernel_head_dim_512"),
-            kernel_section("Hybrid models", "kernel_hybrid"),
-            kernel_section("MLA", "kernel_mla"),
-            kernel_section("MLA with more heads", "kernel_mla_heads"),
-            kernel_section("MLA with an fp8 KV cache", "kernel_mla_fp8"),
-            kernel_section("MLA with drafts", "kernel_mla_drafts"),
-            kernel_section("MLA with drafts and an fp8 KV cache", "kernel_mla_drafts_fp8"),
+            Section("An fp8 KV cache", "kernel_fp8", kernel.kernel_table),
+            Section("Attention sinks", "kernel_sinks", kernel.kernel_table),
+            Section("Soft cap", "kernel_soft_cap", kernel.kernel_table),
+            Section("ALiBi", "kernel_alibi", kernel.kernel_table),
+            Section("head_dim 512", "kernel_head_dim_512", kernel.kernel_table),
+            Section("Hybrid models", "kernel_hybrid", kernel.kernel_table),
+            Section("MLA", "kernel_mla", kernel.kernel_table),
+            Section("MLA with more heads", "kernel_mla_heads", kernel.kernel_table),
+            Section("MLA with an fp8 KV cache", "kernel_mla_fp8", kernel.kernel_table),
+            Section("MLA with drafts", "kernel_mla_drafts", kernel.kernel_table),
+            Section(
+                "MLA with drafts and an fp8 KV cache", "kernel_mla_drafts_fp8", kernel.kernel_table
+            ),
             Section("What each part of planning is worth", "ablation", kernel.ablation_table),
         ),
     ),
@@ -131,18 +130,15 @@ PAGES = {
     "whole_call.md": GeneratedPage(
         "Whole calls",
         "[Whole-call performance](../../docs/whole-call.md) explains these tables.",
-        tuple(
-            Section(title, name, partial(report.whole_call_section, name, write))
-            for title, name, write in (
-                ("How calls were measured", "whole_call", report.whole_call_how),
-                ("Calls", "whole_call", report.table),
-                ("Server", "whole_call", report.server_table),
-                ("Answers with equal tokens", "whole_call", report.equal_answers),
-                ("How host time was measured", "whole_call_host", report.whole_call_how),
-                ("Host time per request by part", "whole_call_host", report.parts_table),
-                ("How it was measured on one CPU", "whole_call_host_cpu", report.whole_call_how),
-                ("Host time on one CPU", "whole_call_host_cpu", report.parts_table),
-            )
+        (
+            Section("How calls were measured", "whole_call", report.whole_call_how),
+            Section("Calls", "whole_call", report.table),
+            Section("Server", "whole_call", report.server_table),
+            Section("Answers with equal tokens", "whole_call", report.equal_answers),
+            Section("How host time was measured", "whole_call_host", report.whole_call_how),
+            Section("Host time per request by part", "whole_call_host", report.parts_table),
+            Section("How it was measured on one CPU", "whole_call_host_cpu", report.whole_call_how),
+            Section("Host time on one CPU", "whole_call_host_cpu", report.parts_table),
         ),
     ),
     "order.md": GeneratedPage(
@@ -152,11 +148,11 @@ PAGES = {
             Section(
                 "A KV cache for half of the documents",
                 "order",
-                partial(engine.order_table, "order"),
+                engine.order_table,
             ),
-            Section("Other cache sizes", "order_sizes", partial(engine.order_table, "order_sizes")),
-            Section("Poisson arrivals", "arrivals", partial(engine.arrivals_table, "arrivals")),
-            Section("At 0.95 load", "arrivals_95", partial(engine.arrivals_table, "arrivals_95")),
+            Section("Other cache sizes", "order_sizes", engine.order_table),
+            Section("Poisson arrivals", "arrivals", engine.arrivals_table),
+            Section("At 0.95 load", "arrivals_95", engine.arrivals_table),
         ),
     ),
     "scale.md": GeneratedPage(
@@ -180,7 +176,9 @@ PAGES = {
                 Section(paper, "papers/flashforge-figure-6", partial(papers.papers_table, paper))
                 for paper in PAPERS
             ),
-            Section("Kernels of FastTree's figure 9", "kernel", papers.fasttree_kernels_table),
+            Section(
+                "Kernels of FastTree's figure 9", FASTTREE_KERNELS, papers.fasttree_kernels_table
+            ),
         ),
     ),
 }
@@ -190,8 +188,8 @@ EMBEDDED = {
     "chart": ("README.md", "whole_call", report.chart_configuration),
     "engine": ("docs/performance.md", "engine", engine.engine_short_table),
     "kernel": ("docs/performance.md", "kernel", kernel.kernel_short_table),
-    "whole call": ("docs/whole-call.md", "engine", report.whole_call_table),
-    "serving": ("docs/whole-call.md", "whole_call", report.serving_table),
+    "whole call": ("docs/whole-call.md", "whole_call", report.whole_call_table),
+    "serving": ("docs/whole-call.md", "whole_call", report.server_table),
     "host": ("docs/whole-call.md", "whole_call_host", report.host_table),
     "peers": ("README.md", "kernel", kernel.peers_table),
     "losses": ("docs/notes/papers.md", "papers/flashforge-figure-5", papers.losses_table),
@@ -207,7 +205,8 @@ def page_text(page: GeneratedPage) -> str:
     parts.append(page.intro)
     for section in page.sections:
         if published.exists(section.results):
-            parts += [f"## {section.title}", section.write()]
+            text = section.write(published.load(section.results))
+            parts += [f"## {section.title}", text or "Not measured in this run."]
     return "\n\n".join(parts) + "\n"
 
 
@@ -226,7 +225,7 @@ def fresh_files() -> dict[Path, str]:
         if not published.exists(results):
             continue
         path = ROOT / file
-        block = f"<!-- table {name} -->\n{write()}\n<!-- end -->"
+        block = f"<!-- table {name} -->\n{write(published.load(results))}\n<!-- end -->"
         files[path], found = re.subn(
             rf"<!-- table {name} -->.*?<!-- end -->",
             lambda _, b=block: b,

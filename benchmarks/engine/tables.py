@@ -34,7 +34,7 @@ OPPONENTS = {
 }
 
 
-def opponents_table() -> str:
+def opponents_table(_: Result) -> str:
     """One line per workload: every baseline next to PREFIX_SHARE in the same run."""
     runs = {title: published.load(n) for title, n in OPPONENTS.items() if published.exists(n)}
     rows_of = {
@@ -61,8 +61,7 @@ def opponents_table() -> str:
     return "\n".join([how, "", *table(header, lines)])
 
 
-def cpu_table() -> str:
-    result = published.load("cpu")
+def cpu_table(result: Result) -> str:
 
     def ms(row: Result, mean: str, engine: str) -> str:
         low, high = row["spread"][engine]
@@ -122,9 +121,8 @@ def engine_how(result: Result) -> str:
     )
 
 
-def engine_table(name: str) -> str:
+def engine_table(result: Result) -> str:
     """One line per workload: both engines, the floor, the cost of planning, the same tokens."""
-    result = published.load(name)
     lines = table(
         "workload | baseline, ms a token | PREFIX_SHARE | speed-up | floor | baseline, tokens/s "
         "| PREFIX_SHARE | share factor | plans / steps | ms a plan "
@@ -164,9 +162,8 @@ def engine_time(side: Result) -> str:
     return f"{side['ms']:.2f}" + (f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread else "")
 
 
-def sweep_table() -> str:
+def sweep_table(result: Result) -> str:
     """Times by the length of the document, and a step's GPU time by kind of kernel."""
-    result = published.load("engine_sweep")
     kinds = {"attention": (ATTENTION,), "matrix products": (PRODUCTS,), "others": (WRITTEN, OTHER)}
     steps = result["rows"][0]["breakdown"][STOCK]["steps"]
 
@@ -200,9 +197,8 @@ def sweep_table() -> str:
     return "\n".join([how, "", *lines])
 
 
-def headline() -> str:
+def headline(result: Result) -> str:
     """One sentence with the figures of the engine's first row."""
-    result = published.load("engine")
     row = result["rows"][0]
     return (
         f"On one {result['gpu']}, {row['workload']} take {row['PREFIX_SHARE']['ms']:.1f} ms per "
@@ -211,7 +207,7 @@ def headline() -> str:
     )
 
 
-def engine_short_table() -> str:
+def engine_short_table(_: Result) -> str:
     """Milliseconds per output token of every engine run, one line per workload."""
     rows = []
     for title, name in RUNS:
@@ -227,9 +223,8 @@ def engine_short_table() -> str:
     return "\n".join(table("model | workload | baseline | PREFIX_SHARE | speed-up", rows))
 
 
-def startup_table() -> str:
+def startup_table(found: Result) -> str:
     """Seconds to start, baseline and ours in turns: medians, and each pair."""
-    found = published.load("startup")
     used = found["versions"]
     rows = []
     for kind, of in found["seconds"].items():
@@ -245,9 +240,8 @@ def startup_table() -> str:
     )
 
 
-def order_table(name: str) -> str:
+def order_table(result: Result) -> str:
     """The time of shuffled questions with and without order."""
-    result = published.load(name)
     layers = result.get("layers", 32)
     shape = "shape" if layers == 32 else f"shape with {layers} layers"
     lines = [
@@ -288,9 +282,8 @@ def order_table(name: str) -> str:
     return "\n".join(lines)
 
 
-def arrivals_table(name: str) -> str:
+def arrivals_table(result: Result) -> str:
     """Time to first token and throughput under Poisson arrivals, with and without order."""
-    result = published.load(name)
     used = result["settings"]
 
     def pair(row: Result, figure: str, form: str) -> str:
@@ -325,9 +318,8 @@ def arrivals_table(name: str) -> str:
     return "\n".join([how, "", *lines])
 
 
-def context_parallel_table() -> str:
+def context_parallel_table(result: Result) -> str:
     """Decode context parallelism in an engine, compared with one GPU."""
-    result = published.load("context_parallel")
     used = result["settings"]
     lines = table(
         "GPUs |  | ms | floor | attention | of half of one GPU's | share factor",

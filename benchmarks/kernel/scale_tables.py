@@ -71,7 +71,7 @@ def model_checked() -> str:
     )
 
 
-def scale_table() -> str:
+def scale_table(_: Result) -> str:
     """One layer's attention by the model: replicas against tree reduction on 1 to 64 GPUs, and tree
     reduction against ring attention on 2 to 128.
     """
@@ -169,9 +169,9 @@ def scale_how(result: Result, others: list[str], small: float) -> str:
     )
 
 
-def scale_measured_table() -> str:
+def scale_measured_table(result: Result) -> str:
     """Tree reduction and ring attention on real ranks: times, the bound, memory."""
-    result, cluster = published.load("scale"), h200s()
+    cluster = h200s()
     trees = [way for way in result["rows"][0]["errors"] if way != "ring"]
     small = min(row["us"]["small all-reduce"] for row in result["rows"])
     others = [way for way in FA3S if way in result["rows"][0]["us"]]
@@ -237,9 +237,9 @@ def long_contexts(rows: list[Result], trees: list[str], others: list[str], small
     )
 
 
-def scale_blocks_table() -> str:
+def scale_blocks_table(small_blocks: Result) -> str:
     """Long contexts on two ranks by KV block size, with FlashAttention-3 on the same blocks."""
-    results = [published.load("scale_blocks_16"), published.load("scale_blocks_64")]
+    results = [small_blocks, published.load("scale_blocks_64")]
     measured = [(of["block_size"], row) for of in results for row in of["rows"]]
     small = min(row["us"]["small all-reduce"] for _, row in measured)
     ways = ("gather", "one_shot", "own shard", *reversed(FA3S))

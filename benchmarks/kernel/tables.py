@@ -7,9 +7,8 @@ from benchmarks.support import published
 from benchmarks.support.published import Result, table, versions
 
 
-def kernel_table(name: str) -> str:
+def kernel_table(result: Result) -> str:
     """Every cell of a run."""
-    result = published.load(name)
     titles = {n: t for n, t in result["titles"].items() if any_ran(result, n)}
     lines = table(
         f"workload | heads | batch | roof | {' | '.join(titles.values())} | gain",
@@ -26,9 +25,8 @@ def kernel_table(name: str) -> str:
     return "\n".join([measured_how(result), "", *lines])
 
 
-def invariant_table() -> str:
+def invariant_table(result: Result) -> str:
     """What batch invariance costs one layer, in our kernel and in FlashAttention 3."""
-    result = published.load("kernel_invariant")
     names, ratios, rows = ("ours", "invariant", "fa3", "fa3_invariant"), [], []
     for cell in result["cells"]:
         ours, invariant, _, fa3 = (cell["peers"][n]["ms"] for n in names)
@@ -94,9 +92,8 @@ def entry(found: Result) -> str:
     return f"{found['ms']:.4f}{'' if found['graph'] else '*'} ({found['roofline']:.0%})"
 
 
-def kernel_short_table() -> str:
+def kernel_short_table(result: Result) -> str:
     """Microseconds of one layer with 32:8 heads: ours, FlashAttention-3 and the fastest peer."""
-    result = published.load("kernel")
     rows = []
     for cell in result["cells"]:
         found = best_peer(cell)
@@ -109,8 +106,7 @@ def kernel_short_table() -> str:
     return "\n".join(table(header, rows))
 
 
-def ablation_table() -> str:
-    result = published.load("ablation")
+def ablation_table(result: Result) -> str:
     how = (
         f"{result['device']}; {versions(result)}; {result['kernel']} kernel. "
         f"`{result['command']}`: time over that of the default plan, geometric mean over the "
@@ -148,11 +144,10 @@ def ablation_cells(result: Result) -> list[str]:
     )
 
 
-def resources_table() -> str:
+def resources_table(binaries: list[Result]) -> str:
     """One line per kernel, GPU, head_dim and kind of queries: the most that the binaries of all
     heads and dtypes use, under each Triton.
     """
-    binaries = published.load("kernel_resources")
     tritons = sorted({row["triton"] for row in binaries})
     found: dict[tuple, dict[str, list[Result]]] = {}
     for row in binaries:
@@ -182,9 +177,9 @@ def resources_table() -> str:
     )
 
 
-def triton_table() -> str:
+def triton_table(second: Result) -> str:
     """The Hopper kernel under two Tritons, one after the other on one machine."""
-    first, second = (published.load(f"kernel_triton/{triton}") for triton in ("3.6.0", "3.8.0"))
+    first = published.load("kernel_triton/3.6.0")
     rows = []
     for cell, other in zip(first["cells"], second["cells"], strict=True):
         old, new = (c["peers"]["ours"]["ms"] * 1e3 for c in (cell, other))
@@ -199,9 +194,9 @@ def triton_table() -> str:
     return "\n".join([how, "", *table(header, rows)])
 
 
-def portable_table() -> str:
+def portable_table(now: Result) -> str:
     """The portable kernel now and before its present form, and its peers."""
-    now, before = published.load("kernel_portable"), published.load("kernel_portable_before")
+    before = published.load("kernel_portable_before")
     gains, rows = [], []
     for cell, earlier in zip(now["cells"], before["cells"], strict=True):
         peers = cell["peers"]
@@ -227,9 +222,8 @@ def portable_table() -> str:
     return "\n".join([how, "", *table(header, rows)])
 
 
-def first_step_table() -> str:
+def first_step_table(result: Result) -> str:
     """Short questions on a cached document: our two ways, FlashAttention-3, and host times."""
-    result = published.load("kernel_first_step")
     rows = []
     for cell in result["cells"]:
         tokens, fa3 = cell["peers"]["tokens"], cell["peers"]["fa3"]
@@ -252,7 +246,7 @@ def first_step_table() -> str:
     return "\n".join([how, "", *table(header, rows)])
 
 
-def windows_table() -> str:
+def windows_table(_: Result) -> str:
     """Layers with sliding windows: a line for each layer, a column for each tree."""
     names = sorted(path.stem for path in published.FOLDER.glob("kernel_windows_*.json"))
     results = [published.load(name) for name in names]
@@ -299,9 +293,8 @@ PEERS = (
 )
 
 
-def peers_table() -> str:
+def peers_table(result: Result) -> str:
     """Other ways to share a prefix, compared with PREFIX_SHARE."""
-    result = published.load("kernel")
     rows = ((name, shares, over_ours(result, peer)) for name, shares, peer in PEERS)
     how = (
         f"Geometric mean and range over {len(result['cells'])} cells, prefix trees by numbers of "

@@ -31,7 +31,7 @@ OTHER_RUNS = {
 }
 
 
-def papers_table(paper: str) -> str:
+def papers_table(paper: str, _: Result) -> str:
     """A paper's claims and the results here, then each experiment with its results."""
     of_paper = [e for e in EXPERIMENTS.values() if e.paper == paper]
     results = {e.name: ran(e.name) for e in of_paper}
@@ -72,7 +72,7 @@ def recordings_of(experiment: Experiment, result: Result) -> str:
     return f"recordings {digest}; " if digest else "no recordings; "
 
 
-def losses_table() -> str:
+def losses_table(_: Result) -> str:
     """The experiments in which another way is ahead of the default by more than ``LOSS``."""
     rows = []
     for e in EXPERIMENTS.values():
@@ -96,9 +96,8 @@ def losses(points: Results) -> dict[str, list[tuple[float, str]]]:
     return found
 
 
-def fasttree_kernels_table() -> str:
+def fasttree_kernels_table(result: Result) -> str:
     """The kernels of FastTree's figure 9 on its trees, of those that all peers are timed on."""
-    result = published.load(next(n for n in ("kernel_fasttree", "kernel") if published.exists(n)))
     cells = [
         cell["peers"]
         for cell in result["cells"]

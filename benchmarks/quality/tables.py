@@ -21,9 +21,8 @@ SOAKS = (
 )  # fmt: skip
 
 
-def fidelity_table() -> str:
+def fidelity_table(result: Result) -> str:
     """One line per backend: its difference from FLASH_ATTN."""
-    result = published.load("fidelity")
     rows = []
     for row in result["rows"]:
         perplexity = "-"
@@ -65,7 +64,7 @@ def share(count: int, of: int) -> str:
     return f"{interval(share_interval(count, of), '.0%')} of {of}"
 
 
-def accuracy_table() -> str:
+def accuracy_table(_: Result) -> str:
     """One column per backend: the results of ``fidelity.py`` with a real model."""
     lines = {
         "greedy tokens before the text diverges from the baseline's": lambda r: (
@@ -119,7 +118,7 @@ def grown(row: Result, gpu: bool) -> str:
     return said + (f" in {row['grown_seconds']:.0f} s" if "grown_seconds" in row else "")
 
 
-def soak_table() -> str:
+def soak_table(_: Result) -> str:
     """One line per variant of the engine, and the server: what was tried, and what failed."""
     commands, rows = [], []
     for name in filter(published.exists, SOAKS):

@@ -1,6 +1,6 @@
 """Tables of ``benchmarks.whole_call``, from its JSON to Markdown."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.support import published
@@ -134,11 +134,8 @@ def faults(result: Result) -> list[str]:
 # -- of the published run
 
 
-def whole_call_table() -> str:
+def whole_call_table(result: Result) -> str:
     """Seconds of a user's call, a line for each workload and a column for each configuration."""
-    if not published.exists("whole_call"):
-        return "No run of the whole-call benchmark is published."
-    result = published.load("whole_call")
     return (
         f"{result['device']}; {result['model']}; {versions(result)}. In brackets: times as fast as "
         f"`{result['baseline']}`. [Command, and equal answers]"
@@ -162,9 +159,8 @@ def call_chart() -> Chart:
     )
 
 
-def chart_configuration() -> str:
+def chart_configuration(result: Result) -> str:
     """The configuration under the chart of whole calls."""
-    result = published.load("whole_call")
     found = result["versions"]
     tokens = [d["tokens"] / 1e3 for d in result["documents"]]
     return (
@@ -196,19 +192,9 @@ def equal_answers(result: Result) -> str:
     )
 
 
-def whole_call_section(name: str, write: Callable[[Result], str]) -> str:
-    """A table of a published run, or that the run measured nothing for it."""
-    return write(published.load(name)) or "Not measured in this run."
-
-
-def serving_table() -> str:
-    """The server under load, in the published run."""
-    return server_table(published.load("whole_call"))
-
-
-def host_table() -> str:
+def host_table(result: Result) -> str:
     """Host time per request, with the address of its run, and what it is on a quiet machine."""
-    result, quiet = published.load("whole_call_host"), published.load("whole_call_host_cpu")
+    quiet = published.load("whole_call_host_cpu")
     before, after = (
         f"{quiet['rows'][name]['workloads']['host']['seconds'] * 1e3:.3g}"
         for name in (quiet["baseline"], "prefix_share")

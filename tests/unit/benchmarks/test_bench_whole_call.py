@@ -312,7 +312,7 @@ def test_a_published_run_has_its_page_and_its_table_in_the_docs(monkeypatch):
     monkeypatch.setattr(published, "exists", lambda name: name == "whole_call")
     monkeypatch.setattr(published, "load", {"whole_call": result}.__getitem__)
     page = tables.page_text(tables.PAGES["whole_call.md"])
-    for text in (page, report.whole_call_table()):
+    for text in (page, report.whole_call_table(result)):
         assert "| CACHED | 9.9 s | 0.95 s (10.42) |" in text
     assert "`prefix_share_fastokens` left out: the package fastokens is not installed." in page
     assert "## Server\n\nNot measured in this run." in page

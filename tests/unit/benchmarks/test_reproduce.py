@@ -243,7 +243,7 @@ def test_wrong_results_are_in_no_figure(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("bad", ["ours", "fasttree"])
-def test_a_kernel_that_failed_in_a_published_cell_is_in_no_ratio(bad, tmp_path, monkeypatch):
+def test_a_kernel_that_failed_in_a_published_cell_is_in_no_ratio(bad):
     result = published.load("kernel")
     few = [
         cell
@@ -253,10 +253,8 @@ def test_a_kernel_that_failed_in_a_published_cell_is_in_no_ratio(bad, tmp_path, 
     row = "| FastTree | 1 | - | {} |"
 
     def table() -> str:
-        (tmp_path / "kernel.json").write_text(json.dumps(result))
-        return papers_tables.fasttree_kernels_table()
+        return papers_tables.fasttree_kernels_table(result)
 
-    monkeypatch.setattr(published, "FOLDER", tmp_path)
     whole = table()
     for peers in (c["peers"] for c in few[1:]):
         peers[bad] = {"status": "failed", "reason": "out of memory"}
@@ -1060,7 +1058,7 @@ def test_every_loss_of_more_than_two_percent_is_counted():
     }
     found = papers_tables.losses(some)
     assert found == {"ahead": [], "level": [], "lost": [(1.5, "b")], "wrong": []}
-    page = papers_tables.losses_table()
+    page = papers_tables.losses_table({})
     assert "| flashforge-figure-5 | 50 | 17 | 1.14 | FlashForge's divider |" in page
 
 
