@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import groupby
 
@@ -73,6 +74,21 @@ def use(layers: tuple[Layer, ...]) -> list[Figures]:
         shares = {n: sum(k[n] * k["time"] for k in kernels) for n in ("compute", "memory")}
         found.append({n: share / total for n, share in shares.items()})
     return found
+
+
+def of_methods(
+    figures: Callable[[tuple[Layer, ...]], list[Figures]],
+    layers: tuple[Layer, ...],
+    titles: Iterable[str],
+    tree: str,
+    heads: tuple[int, int],
+) -> Figures:
+    """What ``dram_bytes`` or ``use`` counts for each method on one tree of ``layers``; ``failed``
+    with a reason if it failed for one.
+    """
+    counted = dict(zip(layers, figures(layers), strict=True))
+    found = {title: counted[(title, tree, *heads)] for title in titles}
+    return next((f for f in found.values() if "failed" in f), found)
 
 
 def count(layers: tuple[Layer, ...], metrics: dict[str, str]) -> list[list[Kernel] | Figures]:

@@ -462,10 +462,10 @@ def count_use(setting: Setting) -> Iterator[Point]:
         def run(name=name) -> Figures:
             ways = (methods.DEFT_NODE, methods.DEFT_FLATTEN, methods.OURS)
             layers = tuple((m.title, n, *HEADS) for n, m in product(names, ways))
-            used = dict(zip(layers, counters.use(layers), strict=True))
-            found = {m.title: used[(m.title, name, *HEADS)] for m in ways}
-            if failed := [f for f in found.values() if "failed" in f]:
-                return failed[0]
+            titles = [m.title for m in ways]
+            found = counters.of_methods(counters.use, layers, titles, name, HEADS)
+            if "failed" in found:
+                return found
             w = tree(name) if name == SPECULATION else token_tree(64, 1, PROMPT, None)
             return {**timing.time_methods(setting, w, HEADS, ways), "use": found}
 
@@ -615,15 +615,15 @@ def count_walks(setting: Setting) -> Iterator[Point]:
             ways = (methods.OURS, methods.PORTABLE)
             trees = [token_tree(*shape, PROMPTS[-1], None) for shape in shapes]
             layers = tuple((m.title, w.name, *HEADS) for w in trees for m in ways)
-            counted = dict(zip(layers, counters.dram_bytes(layers), strict=True))
             w = trees[shapes.index((size, batch))]
+            titles = [m.title for m in ways]
+            found = counters.of_methods(counters.dram_bytes, layers, titles, w.name, HEADS)
+            if "failed" in found:
+                return found
             figures: Figures = {"distinct": accounting.distinct_bytes(w, HEADS)}
             for m in ways:
-                found = counted[(m.title, w.name, *HEADS)]
-                if "failed" in found:
-                    return found
                 row_tiles = methods.planner_of(m, w, HEADS)[1]
-                figures[m.title] = {**found, "row_tiles": row_tiles}
+                figures[m.title] = {**found[m.title], "row_tiles": row_tiles}
             return figures
 
         yield Point(f"{size} tokens x {batch}, context {PROMPTS[-1]}", run)

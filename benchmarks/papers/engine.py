@@ -1,11 +1,8 @@
 """Time per output token of an engine, by ``benchmarks.engine`` (FlashForge, figures 1b and 7)."""
 
-import json
 from collections.abc import Iterator
 from functools import cache
 from itertools import groupby
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from benchmarks.engine.breakdown import attention_ms
 from benchmarks.papers.experiment import Figures, Point, Results, Series, Setting, span
@@ -27,22 +24,14 @@ ENGINES = ("stock", "PREFIX_SHARE")
 @cache
 def run_engines(repeats: int, workloads: tuple[str, ...] = WORKLOADS) -> list[Figures]:
     """Rows of ``benchmarks.engine``, in the order of ``workloads``; or ``failed`` with a reason."""
-    with TemporaryDirectory() as folder:
-        out = Path(folder) / "engine.json"
-        command = [
-            *program.module_command("benchmarks.engine", "--start-together", "--breakdown"),
-            *("--workloads", ",".join(workloads)),
-            *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)),
-            *("--repeats", str(min(repeats, 2)), "--out", str(out)),
-        ]
-        try:
-            done = program.run(command, MINUTES)
-            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        except TimeoutError as e:
-            reason = str(e)
-        if not out.exists():
-            return [{"failed": reason}] * len(workloads)
-        result = json.loads(out.read_text())  # has the rows that were measured until then
+    arguments = [
+        *("--start-together", "--breakdown", "--workloads", ",".join(workloads)),
+        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_NUM_SEQS)),
+        *("--repeats", str(min(repeats, 2))),
+    ]
+    result, reason = program.measured("benchmarks.engine", arguments, MINUTES)
+    if result is None:
+        return [{"failed": reason}] * len(workloads)
     from benchmarks.engine.bench import is_wrong
 
     found: dict[str, Figures] = {

@@ -178,10 +178,9 @@ def count_dram(setting: Setting) -> Iterator[Point]:
         )
 
         def run(w=w, heads=heads, layers=layers) -> Figures:
-            counted = dict(zip(layers, counters.dram_bytes(layers), strict=True))
-            found = {t: counted[(t, w.name, *heads)] for t in titles}
-            if failed := [f for f in found.values() if "failed" in f]:
-                return failed[0]
+            found = counters.of_methods(counters.dram_bytes, layers, titles, w.name, heads)
+            if "failed" in found:
+                return found
             return {"distinct": accounting.distinct_bytes(w, heads), **found}
 
         yield Point(name, run)

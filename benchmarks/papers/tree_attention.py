@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 
+from benchmarks.kernel import scaling
 from benchmarks.papers.experiment import (
     CPU,
     GPUS,
@@ -33,39 +34,32 @@ MINUTES = 3
 RANKS = (2, 4)
 
 
-def layer(tokens: int, heads: int = HEADS) -> object:
-    from benchmarks.kernel.scaling import Layer
-
-    return Layer(1, tokens, 0, heads, heads, 128)
+def layer(tokens: int, heads: int = HEADS) -> scaling.Layer:
+    return scaling.Layer(1, tokens, 0, heads, heads, 128)
 
 
-def cluster() -> object:
-    """DGX H100: data sheets; the fixed time of a launch is that of our H200s
-    (``benchmarks.tables``), latencies are assumed.
-    """
-    from benchmarks.kernel.scaling import Cluster, Link
-
-    return Cluster(3.35e6, 7e8, 14.0, 8, Link(10.0, 4.5e5), Link(20.0, 5e4))
+#: DGX H100: data sheets; the fixed time of a launch is that of our H200s (``benchmarks.tables``),
+#: latencies are assumed
+CLUSTER = scaling.Cluster(3.35e6, 7e8, 14.0, 8, scaling.Link(10.0, 4.5e5), scaling.Link(20.0, 5e4))
 
 
 def count_volume(setting: Setting) -> Iterator[Point]:
     for gpus in (2, 8, 64, 128):
+        yield Point(f"{gpus} GPUs", partial(volume, gpus))
 
-        def run(gpus=gpus) -> Figures:
-            from benchmarks.kernel import scaling
 
-            whole, machines = layer(EXAMPLE), cluster()
-            shard = whole.kv_bytes / gpus
-            link = machines.inside if gpus <= machines.gpus_per_node else machines.between
-            return {
-                "ring": scaling.ring_bytes(whole, gpus),
-                "gather": scaling.gather_bytes(whole, gpus),
-                "all_reduce": scaling.all_reduce_bytes(whole, gpus),
-                "read_us": shard / machines.memory_bytes_per_us,
-                "travel_us": link.latency_us + shard / link.bytes_per_us,
-            }
-
-        yield Point(f"{gpus} GPUs", run)
+def volume(gpus: int) -> Figures:
+    """Bytes that a GPU sends for the example of section 6.3, and the times of a shard."""
+    whole = layer(EXAMPLE)
+    shard = whole.kv_bytes / gpus
+    link = CLUSTER.inside if gpus <= CLUSTER.gpus_per_node else CLUSTER.between
+    return {
+        "ring": scaling.ring_bytes(whole, gpus),
+        "gather": scaling.gather_bytes(whole, gpus),
+        "all_reduce": scaling.all_reduce_bytes(whole, gpus),
+        "read_us": shard / CLUSTER.memory_bytes_per_us,
+        "travel_us": link.latency_us + shard / link.bytes_per_us,
+    }
 
 
 def volume_sentence(results: Results) -> str:
@@ -110,17 +104,11 @@ def volume_series(results: Results) -> Series:
 
 def count_peaks(setting: Setting) -> Iterator[Point]:
     for hidden in (2048, 4096):
+        yield Point(f"hidden size {hidden}", partial(peaks, layer(2 * SHARD, hidden // 128)))
 
-        def run(hidden=hidden) -> Figures:
-            from benchmarks.kernel import scaling
 
-            whole = layer(2 * SHARD, hidden // 128)
-            return {
-                "ring": scaling.ring_peak_bytes(whole, 2),
-                "tree": scaling.tree_peak_bytes(whole, 2),
-            }
-
-        yield Point(f"hidden size {hidden}", run)
+def peaks(whole: scaling.Layer) -> Figures:
+    return {"ring": scaling.ring_peak_bytes(whole, 2), "tree": scaling.tree_peak_bytes(whole, 2)}
 
 
 def peaks_sentence(results: Results) -> str:
@@ -135,17 +123,12 @@ def peaks_series(results: Results) -> Series:
 
 def model_latency(setting: Setting) -> Iterator[Point]:
     for gpus in (8, 64, 128):
+        yield Point(f"{gpus} GPUs", partial(latency, gpus))
 
-        def run(gpus=gpus) -> Figures:
-            from benchmarks.kernel import scaling
 
-            whole, machines = layer(LONGEST), cluster()
-            return {
-                "ring_us": scaling.ring_us(whole, machines, gpus),
-                "tree_us": scaling.tree_us(whole, machines, gpus),
-            }
-
-        yield Point(f"{gpus} GPUs", run)
+def latency(gpus: int) -> Figures:
+    arguments = layer(LONGEST), CLUSTER, gpus
+    return {"ring_us": scaling.ring_us(*arguments), "tree_us": scaling.tree_us(*arguments)}
 
 
 def model_sentence(results: Results) -> str:
@@ -196,25 +179,14 @@ def measured_sentence(results: Results) -> str:
 
 def run_ranks(setting: Setting, tokens: int, ranks: int = 2, heads: int = HEADS) -> Figures:
     """``benchmarks.kernel.scale`` on some ranks, in processes of their own."""
-    import json
-    from pathlib import Path
-    from tempfile import TemporaryDirectory
-
-    with TemporaryDirectory() as folder:
-        out = Path(folder) / "scale.json"
-        command = [
-            *program.module_command("benchmarks.kernel.scale", "--device", setting.device),
-            *("--ranks", str(ranks)),
-            *("--tokens", str(tokens), "--requests", "1", "--heads", f"{heads}:{heads}"),
-            *("--repeats", str(setting.repeats), "--out", str(out)),
-        ]
-        try:
-            done = program.run(command, MINUTES)
-        except TimeoutError as e:
-            return {"failed": str(e)}
-        if not out.exists():
-            return {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
-        (row,) = json.loads(out.read_text())["rows"]
+    arguments = [
+        *("--device", setting.device, "--ranks", str(ranks), "--tokens", str(tokens)),
+        *("--requests", "1", "--heads", f"{heads}:{heads}", "--repeats", str(setting.repeats)),
+    ]
+    result, reason = program.measured("benchmarks.kernel.scale", arguments, MINUTES)
+    if result is None:
+        return {"failed": reason}
+    (row,) = result["rows"]
     return {"ranks": ranks, **row}
 
 

@@ -5,6 +5,7 @@ It imports no kernels, see ``results.py``.
 
 import argparse
 import functools
+import json
 import os
 import shlex
 import signal
@@ -13,7 +14,8 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ParamSpec
+from tempfile import TemporaryDirectory
+from typing import Any, ParamSpec
 
 from vllm_prefixshare.core import PrefixShareError
 
@@ -135,3 +137,21 @@ def run(
             name = command[2] if command[1] == "-m" else Path(command[0]).name
             raise TimeoutError(f"{name} took more than {minutes:g} minutes and was ended") from None
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def measured(
+    module: str, arguments: Sequence[str], minutes: float
+) -> tuple[dict[str, Any] | None, str]:
+    """Run a benchmark of the repository.
+
+    Returns:
+        what it wrote to ``--out``, None for nothing; and why it has not written more, in a line.
+    """
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        try:
+            done = run(module_command(module, *arguments, "--out", str(out)), minutes)
+            reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        except TimeoutError as e:
+            reason = str(e)
+        return (json.loads(out.read_text()) if out.exists() else None), reason
