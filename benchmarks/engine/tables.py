@@ -115,6 +115,8 @@ def engine_how(result: Result) -> str:
         text += f"; {used[STOCK]:.1f} and {used[PREFIX_SHARE]:.1f} GiB in use"
     if result.get("apart"):
         text += ". Each engine on a separate GPU, both at once"
+    if result.get("scale", 1) < 1:
+        text += f". TRIAL: batches and texts are {result['scale']} of what the titles say"
     return (
         f"{text}. Host time: mean of building attention metadata in decode-only steps that made no "
         "plan."

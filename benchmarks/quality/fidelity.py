@@ -32,6 +32,7 @@ import torch
 
 from benchmarks.engine.launch import RANDOM_WEIGHTS
 from benchmarks.quality import accuracy
+from benchmarks.quality.tables import fidelity_table
 from benchmarks.support.option_types import count
 from benchmarks.support.program import ROOT, add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
@@ -282,25 +283,6 @@ def complaints(rows: Sequence[Difference], random: bool) -> list[str]:
     return found
 
 
-HEADER = (
-    "model                    backend      |  greedy   equal parted    gap    mean   largest |"
-    "  forced    mean  largest  perplexity (change)"
-)
-
-
-def line(d: Difference) -> str:
-    text = (
-        f"{d.model:24.24} {d.backend:12} | {d.tokens:7} {d.equal / d.tokens:7.1%} {d.parted:6} "
-        f"{d.gap:6.3f} {d.mean:7.4f} {d.largest:9.4f} |"
-    )
-    if d.forced_tokens:
-        text += (
-            f" {d.forced_tokens:7} {d.forced_mean:7.4f} {d.forced_largest:8.4f}  "
-            f"{d.perplexity:.4f} ({d.perplexity_change:+.3%})"
-        )
-    return text
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(PROGRAM, __doc__)
     add = parser.add_argument
@@ -339,7 +321,6 @@ def main() -> int:
     wrong: list[str] = []
     counters = {}
     asked: list[dict[str, Any]] = []
-    print(HEADER, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         cases: list[tuple[str, Path, Batch, bool]] = []
         if args.cpu and args.model is None:
@@ -355,32 +336,32 @@ def main() -> int:
             rows += found
             wrong += complaints(found, random)
             asked += answers
-            print("\n".join([*map(line, found), *map(str, answers)]), flush=True)
+            print(*answers, sep="\n", flush=True)
+    text = "\n\n".join(file.read_text() for file in args.text)
+    result = {
+        "command": recorded_command(PROGRAM),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
+        "dtype": args.dtype or "bfloat16",
+        "versions": versions(),
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "reference": args.backends[0],
+        "runner": args.runner,
+        "tolerances": {
+            "step": STEP,
+            "mean_share": MEAN_SHARE,
+            "mean_nats": MEAN_NATS,
+            "perplexity": PERPLEXITY,
+        },
+        # values that were not measured become null: JSON has no NaN
+        "rows": [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows],
+        "accuracy": asked,
+        "counters": counters,
+        "too_large": wrong,
+    }
+    write(args.out, result)
+    print(f"\n{fidelity_table(result)}")
     for complaint in wrong:
         print(f"too large: {complaint}")
-    if args.out:
-        text = "\n\n".join(file.read_text() for file in args.text)
-        result = {
-            "command": recorded_command(PROGRAM),
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
-            "dtype": args.dtype or "bfloat16",
-            "versions": versions(),
-            "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "reference": args.backends[0],
-            "runner": args.runner,
-            "tolerances": {
-                "step": STEP,
-                "mean_share": MEAN_SHARE,
-                "mean_nats": MEAN_NATS,
-                "perplexity": PERPLEXITY,
-            },
-            # values that were not measured become null: JSON has no NaN
-            "rows": [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows],
-            "accuracy": asked,
-            "counters": counters,
-            "too_large": wrong,
-        }
-        write(args.out, result)
     return 1 if wrong else 0
 
 
