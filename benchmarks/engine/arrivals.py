@@ -36,9 +36,10 @@ import numpy as np
 import torch
 
 from benchmarks.engine.launch import llama_8b_or_embedded, sized_cache, started
-from benchmarks.engine.workloads import Requests, SharedDocuments, mooncake
+from benchmarks.engine.workloads import Requests, mooncake
 from benchmarks.support.option_types import count, positive
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
+from benchmarks.support.prompt_trees import shared_documents
 from benchmarks.support.results import versions, write
 from tests.support.engine import DEFAULT_ENVIRONMENT, PREFIX_SHARE
 from vllm_prefixshare import PrefixShareError
@@ -220,7 +221,7 @@ class Server:
 
 def asked(args: argparse.Namespace) -> dict[str, Requests]:
     """The workloads, in random order of documents."""
-    shape = SharedDocuments(
+    shape = shared_documents(
         "questions", args.documents, args.questions, args.document_tokens, args.own
     )
     prompts = shape.prompts(VOCAB, seed=0)

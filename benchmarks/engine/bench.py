@@ -60,7 +60,7 @@ from benchmarks.support.program import (
     recorded_command,
     visible_gpus,
 )
-from benchmarks.support.prompt_trees import FASTTREE, FLASHFORGE, PromptTree
+from benchmarks.support.prompt_trees import FASTTREE, FLASHFORGE, PromptTree, shared_documents
 from benchmarks.support.results import resumed, versions, write
 from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import (
@@ -83,7 +83,7 @@ RECORDED = ("mooncake", "deft")
 #: of the workload of one of DeFT's recordings, before the file's name
 OF_DEFT = "deft:"
 #: workloads in which all requests decode at once
-DECODED: dict[str, work.SharedDocuments | PromptTree] = {
+DECODED: dict[str, PromptTree] = {
     **work.FIXED, **work.SWEEP, **work.FEW_SHOT, **FASTTREE, **FLASHFORGE,
 }  # fmt: skip
 WORKLOADS = (*DECODED, *work.QUESTIONS, "grpo", *RECORDED)
@@ -127,7 +127,7 @@ class Bench:
             return self.deft(next(f for f in self.args.deft if OF_DEFT + f.stem == name))
         return {"grpo": self.grpo, "mooncake": self.mooncake}[name]()
 
-    def fixed(self, w: work.SharedDocuments | PromptTree) -> Row:
+    def fixed(self, w: PromptTree) -> Row:
         """Decode time with all requests running."""
         tokens = self.args.tokens
         documents = w.cached_prompts(self.vocab)
@@ -175,7 +175,7 @@ class Bench:
                 raise PrefixShareError(f"{title}: {reason}.")
         return found
 
-    def questions(self, w: work.SharedDocuments) -> Row:
+    def questions(self, w: PromptTree) -> Row:
         """The time of the step that gives every request its only token."""
         documents = w.cached_prompts(self.vocab)
         for engine in self.engines.values():
@@ -198,7 +198,7 @@ class Bench:
         w, tokens = work.GRPO.scaled(self.args.scale), self.args.grpo_tokens
         sampling = {"n": work.GRPO_SAMPLES, "temperature": 1.0, **SAMPLING}
         prompts = w.cached_prompts(self.vocab)
-        num_reqs = w.documents * work.GRPO_SAMPLES
+        num_reqs = len(w.leaves) * work.GRPO_SAMPLES
         found = self.alternate(
             lambda e: [e.generate(prompts, tokens, together=True, **sampling)],
             self.args.trace_repeats,
@@ -206,7 +206,7 @@ class Bench:
         row = report.make_row(f"{w.title} + {tokens}", num_reqs, tokens, found, "whole call")
         if any(row[name]["preemptions"] for name in self.engines):
             return row  # no floor, because the requests did not decode all at once
-        held = w.documents * w.document_tokens + num_reqs * tokens / 2
+        held = len(w.leaves) * w.document_tokens + num_reqs * tokens / 2
         return {**row, "floor_ms": self.floor(num_reqs) + self.kv_ms(held)}
 
     def mooncake(self) -> Row:
@@ -270,7 +270,7 @@ class Bench:
     def floor(self, num_reqs: int) -> float:
         """Milliseconds per token of ``num_reqs`` requests with hardly any context."""
         if num_reqs not in self._floors:
-            w = work.SharedDocuments("floor", num_reqs, 1, 0, FLOOR_CONTEXT)
+            w = shared_documents("floor", num_reqs, 1, 0, FLOOR_CONTEXT)
             times = []
             for repeat in range(self.args.repeats):
                 prompts = w.prompts(self.vocab, seed=repeat)

@@ -28,9 +28,9 @@ from benchmarks.engine import report
 from benchmarks.engine.launch import NOT_COMPILED, RANDOM_WEIGHTS
 from benchmarks.engine.report import Row
 from benchmarks.engine.tables import context_parallel_table
-from benchmarks.engine.workloads import SharedDocuments
 from benchmarks.support.option_types import count, positive
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
+from benchmarks.support.prompt_trees import PromptTree, shared_documents
 from benchmarks.support.results import versions, write
 from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import PREFIX_SHARE, STOCK, EngineProcess
@@ -80,10 +80,10 @@ def specs(args: argparse.Namespace, model: Path) -> list[Row]:
     ]
 
 
-def works(args: argparse.Namespace) -> dict[str, SharedDocuments]:
+def works(args: argparse.Namespace) -> dict[str, PromptTree]:
     return {
-        "document": SharedDocuments("document", 1, args.requests, args.document, args.own),
-        "floor": SharedDocuments("floor", args.requests, 1, 0, FLOOR_CONTEXT),
+        "document": shared_documents("document", 1, args.requests, args.document, args.own),
+        "floor": shared_documents("floor", args.requests, 1, 0, FLOOR_CONTEXT),
     }
 
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from benchmarks.engine.launch import llama_8b_or_embedded, sized_cache, started
-from benchmarks.engine.workloads import SharedDocuments
 from benchmarks.support.option_types import count, positive
 from benchmarks.support.program import (
     add_out,
@@ -34,6 +33,7 @@ from benchmarks.support.program import (
     recorded_command,
     visible_gpus,
 )
+from benchmarks.support.prompt_trees import shared_documents
 from benchmarks.support.results import versions, write
 from tests.support.engine import PREFIX_SHARE, Batch, EngineProcess, divergences
 from vllm_prefixshare.planning.costs.lookup import processor
@@ -158,7 +158,7 @@ def main() -> int:
     add_out(parser)
     args = parser.parse_args()
 
-    work = SharedDocuments(
+    work = shared_documents(
         "order", args.documents, args.questions, args.document_tokens, 64 if gpu else 32
     )
     prompts = work.prompts(32000, seed=0)
@@ -166,7 +166,7 @@ def main() -> int:
         "command": recorded_command(PROGRAM),
         "device": torch.cuda.get_device_name() if gpu else processor(),
         "versions": versions(),
-        "documents": work.documents,
+        "documents": args.documents,
         "questions": work.num_reqs,
         "document_tokens": work.document_tokens,
         "answer_tokens": args.tokens,
@@ -186,13 +186,13 @@ def main() -> int:
             if time.monotonic() > deadline:
                 return None
             longest = work.document_tokens + work.own_tokens + args.tokens
-            room = cache * work.documents * work.document_tokens
+            room = cache * args.documents * work.document_tokens
             settings = sized_cache(model, gpu, longest, room)
             return measure(settings, model, prompts, args.tokens, args.repeats, device, deadline)
         finally:
             devices.put(device)
 
-    print(f"{work.num_reqs} questions about {work.documents} documents of {work.document_tokens}")
+    print(f"{work.num_reqs} questions about {args.documents} documents of {work.document_tokens}")
     print("cache  run                 seconds  tokens/s  prefilled  cached  wrong")
     with (
         llama_8b_or_embedded(gpu, args.layers) as model,

@@ -6,12 +6,13 @@ in tokens.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.support.prompt_trees import shared_documents
 from tests.support.engine import Batch
 from vllm_prefixshare import PrefixShareError
 
@@ -19,79 +20,36 @@ from vllm_prefixshare import PrefixShareError
 MOONCAKE_BLOCK = 512
 
 
-@dataclass(frozen=True, slots=True)
-class SharedDocuments:
-    """Documents, each with the same number of requests that add tokens of their own."""
-
-    title: str
-    documents: int
-    per_document: int
-    document_tokens: int
-    own_tokens: int
-
-    @property
-    def num_reqs(self) -> int:
-        return self.documents * self.per_document
-
-    def cached_prompts(self, vocab: int) -> list[list[int]]:
-        """The documents without requests."""
-        rng = np.random.default_rng([1, self.documents, self.document_tokens])
-        return rng.integers(0, vocab, (self.documents, self.document_tokens)).tolist()
-
-    def prompts(self, vocab: int, seed: int) -> list[list[int]]:
-        """The requests; another seed continues the same documents with other tokens."""
-        rng = np.random.default_rng([2, seed, self.num_reqs, self.document_tokens])
-        own = rng.integers(0, vocab, (self.num_reqs, self.own_tokens)).tolist()
-        documents = self.cached_prompts(vocab)
-        return [documents[i // self.per_document] + tokens for i, tokens in enumerate(own)]
-
-    def distinct_tokens(self, generated: float) -> float:
-        """Tokens in the KV cache, shared ones once, when each request has ``generated`` more."""
-        return self.documents * self.document_tokens + self.num_reqs * (self.own_tokens + generated)
-
-    def scaled(self, scale: float) -> "SharedDocuments":
-        """A smaller workload for a trial of the benchmark: fewer requests, shorter texts."""
-        if scale == 1:
-            return self
-        return replace(
-            self,
-            per_document=max(min(2, self.per_document), round(self.per_document * scale)),
-            documents=max(min(2, self.documents), round(self.documents * scale)),
-            document_tokens=max(16, round(self.document_tokens * scale)),
-            own_tokens=max(16, round(self.own_tokens * scale)),
-        )
-
-
 #: The last three share nothing: each request has its own document, cached beforehand so that a
 #: repeat costs no prefill.
 FIXED = {
-    "doc32k": SharedDocuments("64 requests on one 32k document", 1, 64, 32768, 64),
-    "docs8k": SharedDocuments("8 documents x 16 requests, 8k each", 8, 16, 8192, 64),
-    "samples": SharedDocuments("4 prompts x 64 samples, 2k + 512", 4, 64, 2048, 512),
-    "doc4k": SharedDocuments("128 requests on one 4k document", 1, 128, 4096, 64),
-    "doc16k": SharedDocuments("32 requests on one 16k document", 1, 32, 16384, 64),
-    "unshared": SharedDocuments("nothing shared, 128 x 2k", 128, 1, 1984, 64),
-    "few": SharedDocuments("nothing shared, 8 x 8k", 8, 1, 8128, 64),
-    "single": SharedDocuments("one request, 8k", 1, 1, 8128, 64),
+    "doc32k": shared_documents("64 requests on one 32k document", 1, 64, 32768, 64),
+    "docs8k": shared_documents("8 documents x 16 requests, 8k each", 8, 16, 8192, 64),
+    "samples": shared_documents("4 prompts x 64 samples, 2k + 512", 4, 64, 2048, 512),
+    "doc4k": shared_documents("128 requests on one 4k document", 1, 128, 4096, 64),
+    "doc16k": shared_documents("32 requests on one 16k document", 1, 32, 16384, 64),
+    "unshared": shared_documents("nothing shared, 128 x 2k", 128, 1, 1984, 64),
+    "few": shared_documents("nothing shared, 8 x 8k", 8, 1, 8128, 64),
+    "single": shared_documents("one request, 8k", 1, 1, 8128, 64),
 }
 #: short questions on a cached document, of which one step gives the only token
 QUESTIONS = {
-    "questions32k": SharedDocuments("128 questions of 8 tokens on 32k", 1, 128, 32768, 8),
-    "questions4k": SharedDocuments("128 questions of 8 tokens on 4k", 1, 128, 4096, 8),
+    "questions32k": shared_documents("128 questions of 8 tokens on 32k", 1, 128, 32768, 8),
+    "questions4k": shared_documents("128 questions of 8 tokens on 4k", 1, 128, 4096, 8),
 }
 #: one document of growing length, up to the 120k tokens of FlashForge's sweep (section 6.1); the
 #: longer ones need a larger --max-model-len
 SWEEP = {
-    f"sweep{n}k": SharedDocuments(f"32 requests on one {n}k document", 1, 32, n << 10, 64)
+    f"sweep{n}k": shared_documents(f"32 requests on one {n}k document", 1, 32, n << 10, 64)
     for n in (8, 32, 64, 120)
 }
 #: DeFT's few-shot prompting (table 5), with 400 output tokens
 FEW_SHOT = {
-    f"fewshot{n}": SharedDocuments(f"few-shot, {n} samples of one 4k prompt", 1, n, 4000, 1)
+    f"fewshot{n}": shared_documents(f"few-shot, {n} samples of one 4k prompt", 1, n, 4000, 1)
     for n in (20, 30, 50)
 }
 #: prompts and their tokens; each is sampled ``GRPO_SAMPLES`` times
-GRPO = SharedDocuments("GRPO, 32 prompts x 16 samples, 1k", 32, 16, 1024, 0)
+GRPO = shared_documents("GRPO, 32 prompts x 16 samples, 1k", 32, 16, 1024, 0)
 GRPO_SAMPLES = 16
 
 

@@ -73,15 +73,29 @@ class PromptTree:
         return sum(self.tokens) + self.num_reqs * (self.own_tokens + generated)
 
     def scaled(self, scale: float) -> "PromptTree":
-        """A smaller workload for a trial of the benchmark: fewer requests, shorter texts."""
+        """A smaller workload for a trial of the benchmark: fewer requests, shorter texts; of texts
+        that form no tree fewer of them, too.
+        """
         if scale == 1:
             return self
+        kept = len(self.tokens)
+        if max(self.parents) < 0:
+            kept = max(min(2, kept), round(kept * scale))
         return replace(
             self,
-            tokens=tuple(max(16, round(count * scale)) for count in self.tokens),
+            parents=self.parents[:kept],
+            tokens=tuple(max(16, round(count * scale)) for count in self.tokens[:kept]),
             per_leaf=max(min(2, self.per_leaf), round(self.per_leaf * scale)),
             own_tokens=max(16, round(self.own_tokens * scale)),
         )
+
+
+def shared_documents(
+    title: str, documents: int, per_document: int, document_tokens: int, own_tokens: int
+) -> PromptTree:
+    """Documents, each with the same number of requests that add tokens of their own."""
+    parents, tokens = (-1,) * documents, (document_tokens,) * documents
+    return PromptTree(title, parents, tokens, per_document, own_tokens)
 
 
 #: tokens of an answer
