@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine.launch import llama_8b_or_embedded, sized_cache, started
+from benchmarks.engine.tables import arrivals_table
 from benchmarks.engine.workloads import Requests, mooncake
 from benchmarks.support.option_types import count, positive
 from benchmarks.support.program import add_out, make_parser, one_sentence, recorded_command
@@ -307,21 +308,6 @@ def poisson(count: int, rate: float) -> list[float]:
     return (np.cumsum(gaps) / rate).tolist()
 
 
-def line(row: dict[str, Any]) -> str:
-    off, ordered = (row[order] for order in ORDERS)
-    rate = row["rate"] or float("inf")
-    return (
-        f"{row['workload']:26} {row['load']:5} {rate:7.2f} {row['requests']:4} "
-        f"{len(off['first_token_p99_of_turns']):5} "
-        f"{off['first_token_p50']:8.3f} {ordered['first_token_p50']:8.3f} "
-        f"{off['first_token_p99']:8.3f} {ordered['first_token_p99']:8.3f} "
-        f"{row['p99_ratio']:6.2f} {row['p99_noise']:5.2f} "
-        f"{off['tokens_per_second']:7.0f} {ordered['tokens_per_second']:7.0f} "
-        f"{row['throughput_ratio']:6.3f} {row['throughput_noise']:5.3f}  "
-        f"{off['cached_share']:4.0%} {ordered['cached_share']:4.0%}  {row['verdict']}"
-    )
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The arguments; exits with status 2 where they are wrong."""
     gpu = torch.cuda.is_available()
@@ -354,6 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     result: dict[str, Any] = {
         "command": recorded_command(PROGRAM),
         "device": torch.cuda.get_device_name() if args.gpu else processor(),
+        "model": None if args.gpu else "the embedded model",
         "versions": versions(),
         "settings": {k: str(v) for k, v in vars(args).items() if k != "out"},
         "rows": [],
@@ -383,9 +370,7 @@ def run_all(
     """Fill the result's rows, and write them as they come."""
     few = Requests([w.prompts[0] for w in works.values()], [args.tokens] * len(works))
     in_turns(running, Case(few, [0.0] * len(works)), 1)  # compiles
-    print(f"{result['device']}; {time.monotonic() - began:.0f} s to start; first token in seconds")
-    print("workload                    load  rate/s reqs turns  p50 off  ordered  p99 off  ordered"
-          "  ratio noise   tok/s ordered  ratio noise  cached     verdict")  # fmt: skip
+    print(f"{result['device']}; {time.monotonic() - began:.0f} s to start", flush=True)
     deadline = began + args.limit
     capacity: dict[str, float] = {}
     for load in ("all", *args.loads):
@@ -405,7 +390,8 @@ def run_all(
             row = {**settings, **found, **judged(found)}
             result["rows"].append(row)
             write(args.out, result)  # a later row may be cut short
-            print(line(row), flush=True)
+            print(f"{title} at {load}: {row['verdict']}", flush=True)
+    print(f"\n{arrivals_table(result)}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.engine.launch import llama_8b_or_embedded, sized_cache, started
+from benchmarks.engine.tables import order_table
 from benchmarks.support.option_types import count, positive
 from benchmarks.support.program import (
     add_out,
@@ -165,6 +166,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "command": recorded_command(PROGRAM),
         "device": torch.cuda.get_device_name() if gpu else processor(),
+        "model": None if gpu else "the embedded model",
         "versions": versions(),
         "documents": args.documents,
         "questions": work.num_reqs,
@@ -193,7 +195,6 @@ def main() -> int:
             devices.put(device)
 
     print(f"{work.num_reqs} questions about {args.documents} documents of {work.document_tokens}")
-    print("cache  run                 seconds  tokens/s  prefilled  cached  wrong")
     with (
         llama_8b_or_embedded(gpu, args.layers) as model,
         ThreadPoolExecutor(devices.qsize()) as pool,
@@ -206,6 +207,7 @@ def main() -> int:
                 continue
             report_size(report, cache, found)
             write(args.out, report)  # a later size may be cut short
+    print(f"\n{order_table(report)}")
     return 1 if any(row["wrong"] for row in report["rows"]) else 0
 
 
@@ -216,14 +218,9 @@ def report_size(report: dict[str, Any], cache: float, found: Repeats) -> None:
         differ = [d for b in repeats for d in divergences(b, grouped) if d.gap > MAX_GAP]
         of_run = {"cache": cache, "run": name, **row(repeats), "wrong": len(differ)}
         report["rows"].append(of_run)
-        print(
-            f"{cache:5}  {name:18} {of_run['seconds']:8} {of_run['tokens_per_second']:9} "
-            f"{of_run['prefilled_tokens']:10} {of_run['cached_share']:7} {len(differ):6}",
-            flush=True,
-        )
+        print(f"{cache}, {name}: {of_run['seconds']} s, {len(differ)} wrong", flush=True)
     ratios = compared(found)
     report["ratios"].append({"cache": cache, "repeats": len(found["grouped"]), **ratios})
-    print(f"{cache:5}  " + ", ".join(f"{k} {v:.3f}" for k, v in ratios.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -246,8 +246,9 @@ def order_table(result: Result) -> str:
     """The time of shuffled questions with and without order."""
     layers = result.get("layers", 32)
     shape = "shape" if layers == 32 else f"shape with {layers} layers"
+    model = result.get("model") or f"Llama-3.1-8B's {shape}, random weights"
     lines = [
-        f"{result['device']}, Llama-3.1-8B's {shape}, random weights; {versions(result)}. "
+        f"{result['device']}, {model}; {versions(result)}. "
         f"`{result['command']}`: {result['questions']} questions about {result['documents']} "
         f"documents of {result['document_tokens']} tokens, {result['answer_tokens']} tokens each.",
         "",
@@ -287,6 +288,8 @@ def order_table(result: Result) -> str:
 def arrivals_table(result: Result) -> str:
     """Time to first token and throughput under Poisson arrivals, with and without order."""
     used = result["settings"]
+    shape = f"Llama-3.1-8B's shape with {used['layers']} layers, random weights"
+    model = result.get("model") or shape
 
     def pair(row: Result, figure: str, form: str) -> str:
         return " / ".join(format(row[order][figure], form) for order in ("off", "prefix"))
@@ -311,8 +314,8 @@ def arrivals_table(result: Result) -> str:
         ),
     )
     how = (
-        f"{result['device']}, Llama-3.1-8B's shape with {used['layers']} layers, random weights; "
-        f"{versions(result)}. `{result['command']}`: a KV cache for {used['cache']} of the smaller "
+        f"{result['device']}, {model}; {versions(result)}. `{result['command']}`: a KV cache for "
+        f"{used['cache']} of the smaller "
         "workload's distinct tokens. Seconds to the first token in vLLM's order / with "
         "`VLLM_PREFIXSHARE_ORDER=prefix`, of the requests of all turns; noise: the largest figure "
         "of a turn over the smallest of the same order."

@@ -48,6 +48,7 @@ import numpy as np
 import torch
 
 from benchmarks.kernel import report
+from benchmarks.kernel.tables import measured_how
 from benchmarks.peers import PEERS, Case, Launch, Options, Peer, UnavailableError, first_line, make
 from benchmarks.support.machine_rates import MachineRates, measure_rates
 from benchmarks.support.option_types import count, heads, names, several
@@ -441,7 +442,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.resume:
         result["cells"] = resumed(args.out, result, "cells")
     there = {(cell["workload"], cell["heads"]) for cell in result["cells"]}
-    print(report.heading(result), flush=True)
+    print(measured_how(result), flush=True)
     options = Options(
         args.device,
         getattr(torch, args.dtype),

@@ -13,19 +13,6 @@ Result = dict[str, object]
 Cell = dict[str, object]
 
 
-def heading(result: Result) -> str:
-    rates = ", ".join(
-        f"{kind} {r['TB/s']:.3g} TB/s and {r['TFLOP/s']:.3g} TFLOP/s"
-        for kind, r in (("measured", result["measured"]), ("roofline", result["roofline"]))
-    )
-    versions = ", ".join(f"{name} {v}" for name, v in result["versions"].items())
-    return (
-        f"{result['gpu']}; {versions}\n{rates}\n{result['dtype']}, head_dim {result['head_dim']}, "
-        f"blocks of {result['block_size']}; ms, median of {result['repeats']}, and the fraction "
-        "of the roofline; * without a CUDA graph"
-    )
-
-
 def header(result: Result) -> str:
     titles = "".join(f"{title:>{COLUMN}}" for title in result["titles"].values())
     return f"{'workload':{NAME}} {'heads':>6} {'batch':>5} {'share':>6} {'roof':>7}{titles}"
