@@ -4,6 +4,8 @@ Its wheel has the extension; a vLLM that was built or packed without it does not
 """
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -32,60 +34,39 @@ class FlashMLA:
             raise UnavailableError("latent KV caches only")
         if case.workload.block_size != BLOCK_SIZE:
             raise UnavailableError(f"blocks of {BLOCK_SIZE} tokens only")
-        call = quantised(case, rank) if case.q.element_size() == 1 else plain(case, rank)
+        call = attention(case, rank)
         call()  # makes the schedule, as vLLM does once per step
         return [Launch(call)]
 
 
-def plain(case: Case, rank: int) -> Callable[[], torch.Tensor]:
-    """The call with 16 bits."""
-    from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
-
+def attention(case: Case, rank: int) -> Callable[[], torch.Tensor]:
+    """The call with 16 bits, or with queries and latents in e4m3."""
+    flashmla = import_module("vllm.v1.attention.ops.flashmla")
     queries = case.workload.query_len
     rows = queries * case.num_qo_heads
-    schedule, _ = get_mla_metadata(case.seq_lens, rows, 1, is_fp8_kvcache=False)
+    options: dict[str, Any] = {
+        "head_dim_v": rank,
+        "softmax_scale": case.sm_scale,
+        "causal": True,
+    }
+    if case.q.element_size() == 1:
+        kernel = flashmla.flash_mla_with_kvcache_fp8
+        schedule, splits = flashmla.get_mla_metadata_dense_fp8(case.seq_lens, rows, 1)
+        scales = {"descale_q": case.extras.q_scale, "descale_k": case.extras.k_scale}
+        options |= {"num_splits": splits, **scales}
+    else:
+        kernel = flashmla.flash_mla_with_kvcache
+        schedule, _ = flashmla.get_mla_metadata(case.seq_lens, rows, 1, is_fp8_kvcache=False)
+        options["is_fp8_kvcache"] = False
 
     def call() -> torch.Tensor:
-        out, _ = flash_mla_with_kvcache(
+        out, _ = kernel(
             q=case.q.unflatten(0, (-1, queries)),
             k_cache=case.k_cache,
             block_table=case.block_table,
             cache_seqlens=case.seq_lens,
-            head_dim_v=rank,
             tile_scheduler_metadata=schedule,
-            softmax_scale=case.sm_scale,
-            causal=True,
-            is_fp8_kvcache=False,
-        )
-        return out.flatten(0, 1)
-
-    return call
-
-
-def quantised(case: Case, rank: int) -> Callable[[], torch.Tensor]:
-    """The call with queries and latents in e4m3."""
-    from vllm.v1.attention.ops.flashmla import (
-        flash_mla_with_kvcache_fp8,
-        get_mla_metadata_dense_fp8,
-    )
-
-    queries = case.workload.query_len
-    rows = queries * case.num_qo_heads
-    schedule, splits = get_mla_metadata_dense_fp8(case.seq_lens, rows, 1)
-
-    def call() -> torch.Tensor:
-        out, _ = flash_mla_with_kvcache_fp8(
-            q=case.q.unflatten(0, (-1, queries)),
-            k_cache=case.k_cache,
-            block_table=case.block_table,
-            cache_seqlens=case.seq_lens,
-            head_dim_v=rank,
-            tile_scheduler_metadata=schedule,
-            num_splits=splits,
-            softmax_scale=case.sm_scale,
-            causal=True,
-            descale_q=case.extras.q_scale,
-            descale_k=case.extras.k_scale,
+            **options,
         )
         return out.flatten(0, 1)
 
