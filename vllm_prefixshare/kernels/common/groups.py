@@ -30,7 +30,7 @@ class Strides(NamedTuple):
     out: Any
 
 
-class LatentShape(NamedTuple):
+class MlaKernelShape(NamedTuple):
     """Compile-time shape of the MLA kernel, see ``catalog.HopperShape``.
 
     latent, rope: columns of the compressed KV, and of the rotated part of keys.

@@ -18,7 +18,7 @@ from vllm_prefixshare.kernels.catalog import (
     requests_of_a_tile,
 )
 from vllm_prefixshare.kernels.common.arrays import WORDS, PlanArrays
-from vllm_prefixshare.kernels.common.groups import LatentShape
+from vllm_prefixshare.kernels.common.groups import MlaKernelShape
 from vllm_prefixshare.kernels.common.launch import score_factors, walk_capacity
 from vllm_prefixshare.kernels.common.layout import KvTiling
 from vllm_prefixshare.kernels.interface import Capacity, Tensors
@@ -77,12 +77,12 @@ def _layout(columns: int, item: int) -> gl.NVMMASharedLayout:
 
 
 @functools.cache
-def latent_shape(num_heads: int, block_size: int, query_len: int) -> LatentShape:
+def mla_kernel_shape(num_heads: int, block_size: int, query_len: int) -> MlaKernelShape:
     """Compile-time shape of the kernel for a layer."""
     width, rank = LATENT_SHAPE
     rows = query_len * num_heads
     unit = kv_tiling(block_size).unit
-    return LatentShape(
+    return MlaKernelShape(
         num_heads, query_len, rank, width - rank, block_size, unit, LATENT_TILE.chunks(rows),
         LATENT_TILE.rows, LATENT_TILE.kv_tile, requests_of_a_tile(rows),
     )  # fmt: skip
@@ -101,7 +101,7 @@ def latent_partial_attention(
         sm_scale: softmax scale, above 0.
     """
     num_workers, query_len = fixed
-    shape = latent_shape(t.q.shape[1], t.k_cache.shape[1], query_len)
+    shape = mla_kernel_shape(t.q.shape[1], t.k_cache.shape[1], query_len)
     block_rows, halves, rope = descriptors(t.k_cache, shape.unit)
     # fmt: off
     launch(
