@@ -58,6 +58,7 @@ PAGES = {
         (
             Section("Llama-3.1-8B", "engine", engine.engine_table),
             Section("Other baselines", "engine", engine.opponents_table),
+            Section("Torch 2.14 and Triton 3.8", "engine_newest", engine.engine_table),
             Section("GRPO with long samples", "engine_grpo", engine.engine_table),
             Section("Documents of 8k to 120k tokens", "engine_sweep", engine.sweep_table),
             Section("Tensor parallelism, 8B", "engine_tp2", engine.engine_table),
@@ -135,6 +136,7 @@ PAGES = {
             Section("Calls", "whole_call", report.table),
             Section("Server", "whole_call", report.server_table),
             Section("Answers with equal tokens", "whole_call", report.equal_answers),
+            Section("Torch 2.14 and Triton 3.8", "whole_call_newest", report.how_and_calls),
             Section("How host time was measured", "whole_call_host", report.whole_call_how),
             Section("Host time per request by part", "whole_call_host", report.parts_table),
             Section("How it was measured on one CPU", "whole_call_host_cpu", report.whole_call_how),

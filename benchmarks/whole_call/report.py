@@ -182,6 +182,11 @@ def whole_call_how(result: Result) -> str:
     )
 
 
+def how_and_calls(result: Result) -> str:
+    """How a run was measured, and its calls."""
+    return f"{whole_call_how(result)}\n\n{table(result)}"
+
+
 def equal_answers(result: Result) -> str:
     """The table of equal answers, and what to expect of it."""
     return (
