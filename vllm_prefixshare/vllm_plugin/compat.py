@@ -102,6 +102,17 @@ def has_composite() -> bool:
         return False
 
 
+@functools.cache
+def can_combine_backends() -> bool:
+    """Whether a layer may have two attention backends, combined: not in a vLLM with the patches of
+    patches/, which choose one class for every layer. False without vLLM.
+    """
+    from vllm_prefixshare.vllm_plugin import signatures
+
+    patched = "vllm.v1.attention.backend.AttentionBackend.decline_layer"
+    return has_composite() and not signatures.defines(patched)
+
+
 def steps_in_flight(config: Any) -> int:
     """Most steps that may still run on the GPU while the host prepares the next; the host does not
     know yet which of their drafts were accepted.

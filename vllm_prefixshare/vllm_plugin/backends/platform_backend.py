@@ -56,8 +56,7 @@ class BackendMethods:
     @classmethod
     def decline_layer(cls, attn_selector_config: Any) -> str | None:
         """Why a layer keeps vLLM's own backend; None if it is served."""
-        # the patches choose this class for every layer, never a composite
-        return declines(attn_selector_config, cls.on_gpu, without=frozenset({"mm_prefix"}))
+        return declines(attn_selector_config, cls.on_gpu)
 
     @classmethod
     def choose_mla_class(cls, own: str, attn_selector_config: Any) -> str:

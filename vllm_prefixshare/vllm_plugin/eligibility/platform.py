@@ -52,7 +52,7 @@ def gpu_extras(anywhere: bool = False) -> frozenset[str]:
         anywhere: return the features on a GPU that supports everything.
     """
     extras = GPU_EXTRAS | settings().experimental
-    if not compat.has_composite():
+    if not compat.can_combine_backends():
         extras -= {"mm_prefix"}
     if anywhere:
         return extras

@@ -431,7 +431,7 @@ def test_mla_that_is_not_served_gets_the_backend_that_vllm_would_take(
 
 @pytest.mark.parametrize("has_composite", [True, False])
 def test_layers_with_image_masks_get_the_composite_where_vllm_has_one(monkeypatch, has_composite):
-    monkeypatch.setattr(compat, "has_composite", lambda: has_composite)
+    monkeypatch.setattr(compat, "can_combine_backends", lambda: has_composite)
     asked: list[tuple[str | None, bool]] = []
 
     class Platform:

@@ -36,7 +36,7 @@ from tests.support.paged_batches import relative_error
 from tests.support.variables import set_variables
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
-from vllm_prefixshare.vllm_plugin import compat, register
+from vllm_prefixshare.vllm_plugin import compat, register, signatures
 from vllm_prefixshare.vllm_plugin.backends.cuda import backend as cuda
 from vllm_prefixshare.vllm_plugin.backends.cuda import metadata as cuda_metadata
 from vllm_prefixshare.vllm_plugin.backends.platform_backend import BackendMethods
@@ -276,7 +276,11 @@ def test_layers_are_served_where_the_composite_serves_them(changes, expected):
 
 def test_a_vllm_that_chooses_one_class_for_all_layers_declines_them(monkeypatch):
     """As with the patches of patches/, which know no composite."""
-    monkeypatch.setattr(platform, "gpu_extras", lambda anywhere=False: platform.GPU_EXTRAS)
+    monkeypatch.setattr(compat, "can_combine_backends", compat.can_combine_backends.__wrapped__)
+    monkeypatch.setattr(signatures, "defines", lambda name: True)
+    extras = platform.gpu_extras(anywhere=True)  # also what `doctor` reads
+    assert extras == platform.GPU_EXTRAS - {"mm_prefix"}
+    monkeypatch.setattr(platform, "gpu_extras", lambda anywhere=False: extras)
     layer = SimpleNamespace(**{**vars(LAYER), "dtype": torch.bfloat16})
 
     class Ours(BackendMethods):
