@@ -438,7 +438,7 @@ def test_images_stay_with_their_requests(monkeypatch):
     assert [part.mm_req_doc_ranges for part in parts] == [{1: [(72, 76)]}]
 
 
-@pytest.mark.skipif(not compat.has_composite(), reason="this vLLM has no composite backend")
+@pytest.mark.skipif(not compat.can_combine_backends(), reason="no composite backend here")
 def test_image_ranges_are_those_of_a_parts_own_tokens(monkeypatch):
     for module in ("vllm.utils.torch_utils", "vllm.v1.attention.backends.flash_attn"):
         monkeypatch.setattr(f"{module}.PIN_MEMORY", False)
