@@ -422,7 +422,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.gpu = has_gpu()
     named = args.rows is not None
-    args.rows = args.rows if named else list(ROWS)
+    args.rows = args.rows or list(ROWS)
     missing = {name: ALL_ROWS[name].unavailable() for name in args.rows}
     args.left_out = {name: reason for name, reason in missing.items() if reason}
     if named and args.left_out:
