@@ -1,11 +1,12 @@
 """vLLM's offline beam search with random log-probabilities in place of an engine."""
 
 import inspect
+from itertools import repeat
 from types import SimpleNamespace
 
 import numpy as np
 from vllm.entrypoints.generate.beam_search import utils
-from vllm.logprobs import Logprob
+from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
 from vllm.sampling_params import SamplingParams
 
 from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
@@ -16,40 +17,55 @@ PLAIN = (list, TokenIds)
 
 
 class RandomModel:
-    """Random log-probabilities that depend on a beam's tokens only."""
+    """Random log-probabilities that depend on a beam's tokens only.
 
-    def __init__(self, width, finish_reason="length"):
-        self.width, self.finish_reason, self.prompts = width, finish_reason, []
+    Args:
+        score: log-probability of an integer from 1 to 5; few, so that candidates tie.
+    """
 
-    def _render_and_run_requests(self, prompts, **kwargs):
-        return [self._answer(prompt["prompt_token_ids"]) for prompt in prompts]
+    def __init__(self, width, finish_reason="length", score=lambda number: -number / 4):
+        self.width, self.finish_reason, self.score = width, finish_reason, score
+        self.prompts = []
+
+    def _render_and_run_requests(self, prompts, params, **kwargs):
+        return [
+            self._answer(prompt["prompt_token_ids"], p.flat_logprobs)
+            for prompt, p in zip(prompts, params, strict=True)
+        ]
 
     def _params_to_seq(self, params, num_requests):
         return [params] * num_requests
 
-    def _answer(self, ids):
+    def _answer(self, ids, is_flat):
         self.prompts.append(ids)
         assert type(ids) in PLAIN
         rng = np.random.default_rng(ids)
-        chosen = rng.choice(VOCABULARY, 2 * self.width, replace=False).tolist()
-        # few distinct values, so that candidates tie
-        scores = {t: Logprob(-float(rng.integers(1, 6)) / 4) for t in chosen}
-        output = SimpleNamespace(logprobs=[scores], finish_reason=self.finish_reason)
+        best = rng.choice(VOCABULARY, 2 * self.width, replace=False).tolist()
+        scores = dict.fromkeys(range(VOCABULARY), self.score(6))
+        scores.update((t, float(self.score(rng.integers(1, 6)))) for t in best)
+        # vLLM puts the sampled token first, which the best may name again
+        returned = [int(rng.integers(VOCABULARY)), *best]
+        logprobs = FlatLogprobs() if is_flat else []
+        append_logprobs_for_next_position(
+            logprobs, returned, [scores[t] for t in returned], repeat(None), 1, len(best)
+        )
+        output = SimpleNamespace(logprobs=logprobs, finish_reason=self.finish_reason)
         return SimpleNamespace(outputs=[output])
 
 
-def search(mixin, width=4, num_steps=6, ignore_eos=False, finish_reason="length"):
+def search(mixin, width=4, num_steps=6, ignore_eos=False, **changes):
     """The instances of a beam search, and the prompts that were run.
 
     Args:
         mixin: a ``BeamSearchOfflineMixin``.
+        changes: arguments of `RandomModel`.
     """
     prompts = [[1, 2, 3], [4, 5], [6] * 9]
     instances = [
         utils.BeamSearchInstance({"type": "token", "prompt_token_ids": p}, logprobs=None)
         for p in prompts
     ]
-    model = type("Search", (RandomModel, mixin), {})(width, finish_reason)
+    model = type("Search", (RandomModel, mixin), {})(width, **changes)
     for _ in range(num_steps):
         step(model, instances, ignore_eos)
         for beam in (beam for i in instances for beam in (*i.beams, *i.completed)):

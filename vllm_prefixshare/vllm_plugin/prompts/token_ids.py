@@ -68,8 +68,9 @@ def _packed(ids: Sequence[int]) -> TokenArray:
 class TokenIds(list[int]):
     """A list of token ids with `array`, the same ids as int32. A mutation drops the array.
 
-    Slices, sums, copies and unpickled objects are plain lists. NumPy reads the array instead
-    of the list and returns the dtype that it returns for a list of ints.
+    Slices, copies and unpickled objects are plain lists; the sum with a list has an array where
+    this one has it. NumPy reads the array instead of the list and returns the dtype that it returns
+    for a list of ints.
 
     Args:
         ids: the ids.
@@ -97,6 +98,19 @@ class TokenIds(list[int]):
             array = _packed(self)
             self._array = array
         return array
+
+    def __add__(self, other: list[int]) -> "TokenIds":  # type: ignore[override]
+        if not isinstance(other, list):
+            return NotImplemented
+        array = self._array
+        if array is not None:
+            try:
+                array = np.concatenate([array, _packed(other)])
+            except OverflowError:  # said where the array is needed
+                array = None
+        total = TokenIds(self, array)
+        list.extend(total, other)
+        return total
 
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None

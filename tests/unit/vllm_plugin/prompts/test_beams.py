@@ -1,16 +1,28 @@
-"""Beam search whose candidates refer to their beams: the same sequences as vLLM's own."""
+"""Beam search that ranks the best candidates only: the same sequences as vLLM's own."""
 
 import gc
+import math
 
 import numpy as np
 import pytest
 from vllm.entrypoints.generate.beam_search import offline, utils
+from vllm.logprobs import FlatLogprobs
 
-from tests.support.beam_search import PLAIN, RandomModel, search, step
+from tests.support.beam_search import VOCABULARY, RandomModel, search, step
 from tests.support.shared_prefixes import install_hook
 from vllm_prefixshare.vllm_plugin.hooks import beams as hooks
 from vllm_prefixshare.vllm_plugin.prompts import beams, parts
 from vllm_prefixshare.vllm_plugin.prompts.copies import PART
+from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
+
+#: Log-probabilities of the integers from 1 to 6.
+SCORES = {
+    "ties": lambda number: -number / 4,
+    "almost equal": lambda number: -1.0 - number * 2.0**-52,
+    "different": lambda number: -math.log(1 + number * math.pi),
+    "impossible": lambda number: -math.inf if number > 2 else -0.25,
+    "undefined": lambda number: math.nan if number == 3 else -number / 4,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -21,43 +33,62 @@ def _installed():
 
 def run(monkeypatch, on, *options, **changes):
     monkeypatch.setattr(parts, "_active", frozenset({PART} if on else ()))
-    return search(offline.BeamSearchOfflineMixin, *options, **changes)
+    instances, prompts = search(offline.BeamSearchOfflineMixin, *options, **changes)
+    for instance in instances:
+        for beam in (*instance.beams, *instance.completed):
+            beams.with_dictionaries(beam)
+            assert all(type(entry) is dict for entry in beam.logprobs)
+    return instances, prompts
 
 
+@pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("width", [1, 4, 16])
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_sequences_are_those_of_vllm(monkeypatch, width, ignore_eos):
+def test_sequences_are_those_of_vllm(monkeypatch, scores, width, ignore_eos):
     (ours, our_prompts), (theirs, their_prompts) = (
-        run(monkeypatch, on, width, ignore_eos=ignore_eos) for on in (True, False)
+        run(monkeypatch, on, width, ignore_eos=ignore_eos, score=SCORES[scores])
+        for on in (True, False)
     )
     assert our_prompts == their_prompts
     for one, other in zip(ours, theirs, strict=True):
-        assert one.beams == other.beams and one.completed == other.completed
+        # NaN differs from itself
+        assert repr(one.beams) == repr(other.beams)
+        assert repr(one.completed) == repr(other.completed)
         assert len(one.beams) == width
     ended = sum(len(instance.completed) for instance in ours)
     assert (ended == 0) == ignore_eos or width == 1
 
 
+def test_beams_of_one_candidate_share_a_dictionary(monkeypatch):
+    """As vLLM's do: 16 beams of 32 candidates each would make 512 objects a step."""
+    ours, _ = run(monkeypatch, on=True, width=16, ignore_eos=True)
+    for instance in ours:
+        first = {id(beam.logprobs[0]) for beam in instance.beams}
+        assert len(first) == 1
+
+
 def test_arrays_agree_with_the_tokens(monkeypatch):
     instances, prompts = run(monkeypatch, on=True)
     for ids in (*prompts, *(beam.tokens for i in instances for beam in i.beams)):
+        assert isinstance(ids, TokenIds)
         assert np.asarray(ids).tolist() == list(ids)
 
 
-def test_an_aborted_step_leaves_lists(monkeypatch):
+def test_an_aborted_step_ends_as_in_vllm(monkeypatch):
     ours, _ = run(monkeypatch, on=True, num_steps=1, finish_reason="abort")
     theirs, _ = run(monkeypatch, on=False, num_steps=1, finish_reason="abort")
     assert [i.completed for i in ours] == [i.completed for i in theirs]
 
 
 def test_a_failing_step_leaves_lists(monkeypatch):
-    monkeypatch.setattr(RandomModel, "_answer", lambda self, ids: 1 / 0)
+    monkeypatch.setattr(RandomModel, "_answer", lambda *_: 1 / 0)
     monkeypatch.setattr(parts, "_active", frozenset({PART}))
     model = type("Search", (RandomModel, offline.BeamSearchOfflineMixin), {})(2)
     instance = utils.BeamSearchInstance({"type": "token", "prompt_token_ids": [1, 2]})
     with pytest.raises(ZeroDivisionError):
         step(model, [instance], ignore_eos=True)
-    assert type(instance.beams[0].tokens) in PLAIN
+    assert instance.beams[0].tokens == [1, 2]
+    assert gc.isenabled()
 
 
 def test_no_garbage_is_collected_within_a_step(monkeypatch):
@@ -65,9 +96,9 @@ def test_no_garbage_is_collected_within_a_step(monkeypatch):
     enabled = []
     answer = RandomModel._answer
 
-    def noted(self, ids):
+    def noted(*args):
         enabled.append(gc.isenabled())
-        return answer(self, ids)
+        return answer(*args)
 
     monkeypatch.setattr(RandomModel, "_answer", noted)
     run(monkeypatch, on=True, width=16, num_steps=3, ignore_eos=True)
@@ -78,16 +109,52 @@ def test_no_garbage_is_collected_within_a_step(monkeypatch):
     assert all(enabled)
 
 
-def test_candidates_copy_nothing(monkeypatch):
-    """Of 16 beams with 32 candidates each, 16 become lists."""
-    made = 0
-    as_list = beams.Extension.as_list
+@pytest.mark.parametrize("scores", ["ties", "different"])
+def test_vllm_ranks_as_many_candidates_as_there_are_beams(monkeypatch, scores):
+    ranked = []
+    choose = beams.choose_candidates
 
-    def counted(self):
-        nonlocal made
-        made += 1
-        return as_list(self)
+    def noted(searched, results, *args):
+        choose(searched, results, *args)
+        chosen = [len(list(r.outputs[0].logprobs[0].items())) for r in results]
+        ranked.append((sum(chosen), len(chosen)))
 
-    monkeypatch.setattr(beams.Extension, "as_list", counted)
-    run(monkeypatch, on=True, width=16, num_steps=3, ignore_eos=True)
-    assert made == 3 * 3 * 16 * 2  # prompts, steps, beams; tokens and log-probabilities
+    monkeypatch.setattr(beams, "choose_candidates", noted)
+    run(monkeypatch, on=True, width=16, num_steps=4, ignore_eos=True, score=SCORES[scores])
+    # a candidate that could end its beam is chosen as well
+    assert ranked and all(16 <= total <= 16 + number for total, number in ranked)
+
+
+@pytest.mark.parametrize("restriction", ["grammar", "tokens"])
+def test_a_restricted_step_is_left_to_vllm(monkeypatch, restriction):
+    """A grammar or a list of allowed tokens ranks other candidates than the best."""
+    if restriction == "tokens" and not hasattr(offline.SamplingParams(), "logprob_token_ids"):
+        pytest.skip("this release does not rank a list of tokens")
+    monkeypatch.setattr(parts, "_active", frozenset({PART}))
+    seen = []
+
+    def original(self, instances_batch, base_sampling_params, structured_output_backend):
+        seen.append((self, base_sampling_params.flat_logprobs))
+
+    holder = type("Module", (), {})
+    holder.BeamSearchOfflineMixin = type("Mixin", (), {"_beam_search_step": original})
+    hooks.hook_step(holder)
+    params = offline.SamplingParams(logprobs=4)
+    if restriction == "tokens":
+        params.logprob_token_ids = [1, 2]
+    llm = holder.BeamSearchOfflineMixin()
+    llm._beam_search_step([], params, object() if restriction == "grammar" else None)
+    assert seen == [(llm, False)]
+
+
+def test_positions_are_those_of_vllm(monkeypatch):
+    """Also where the engine returns more log-probabilities than were asked for."""
+    monkeypatch.setattr(parts, "_active", frozenset())
+    ours, theirs = FlatLogprobs(), FlatLogprobs()
+    for width in (2, VOCABULARY):
+        ids, values = list(range(width)), [-0.5 * i for i in range(width)]
+        for decoded in (iter([None] * width), [str(i) for i in ids]):
+            decoded = list(decoded)
+            beams.append_position(ours, ids, values, iter((7, 1, 2)), iter(decoded))
+            theirs.append_fast(ids, values, iter((7, 1, 2)), iter(decoded))
+    assert ours == theirs and len(ours) == 4

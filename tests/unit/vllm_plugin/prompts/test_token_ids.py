@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
+from operator import add
 from typing import Any
 
 import msgspec
@@ -65,11 +66,32 @@ def test_a_mutation_drops_the_array(mutation: str) -> None:
     assert pickle.loads(pickle.dumps(token_ids)) == ids
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("other", [[4], [], TokenIds([4, 5])])
+def test_a_sum_has_the_array_of_its_ids(is_read, other) -> None:
+    token_ids = TokenIds([1, 2, 3])
+    if is_read:
+        assert token_ids.array.tolist() == [1, 2, 3]
+    total = token_ids + other
+    assert type(total) is TokenIds
+    assert total == [1, 2, 3, *other] == total.array.tolist()
+    assert token_ids == [1, 2, 3] == token_ids.array.tolist()
+
+
+def test_a_sum_that_is_no_list_of_ids() -> None:
+    token_ids = TokenIds([1])
+    token_ids.array  # noqa: B018
+    assert add(token_ids, [2**40]) == [1, 2**40]
+    with pytest.raises(OverflowError):
+        add(token_ids, [2**40]).array  # noqa: B018
+    with pytest.raises(TypeError):
+        add(token_ids, (2,))
+
+
 def test_what_it_returns_is_a_plain_list() -> None:
     token_ids = TokenIds([1, 2, 3])
     for derived in (
         token_ids[:2],
-        token_ids + token_ids,
         token_ids * 2,
         token_ids.copy(),
     ):
