@@ -39,12 +39,13 @@ class _StepOf:
 
 
 def hook_step(module: ModuleType) -> None:
-    """Choose the candidates that vLLM ranks.
+    """Choose the candidates that vLLM ranks, from flat log-probabilities.
 
     A step with a grammar, or with a list of allowed tokens, is left to vLLM: it ranks other
-    candidates than the best. Thousands of requests' outputs would also start the garbage collector,
-    which takes half of the step in this process.
+    candidates than the best. The many objects of a step would also start the garbage collector,
+    which visits all objects of this process.
     """
+    from vllm.logprobs import FlatLogprobs
 
     def wrapper(original: Function) -> Function:
         signature = inspect.signature(original)
@@ -70,6 +71,16 @@ def hook_step(module: ModuleType) -> None:
         return step
 
     wrap(module.BeamSearchOfflineMixin, "_beam_search_step", wrapper)
+    wrap(FlatLogprobs, "append_fast", _appending_at_once)
+
+
+def _appending_at_once(original: Function) -> Function:
+    def append_fast(self: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm_prefixshare.vllm_plugin.prompts.beams import append_position
+
+        (append_position if is_enabled(PART) else original)(self, *args, **kwargs)
+
+    return append_fast
 
 
 def hook_search(module: ModuleType) -> None:
@@ -90,20 +101,6 @@ def hook_search(module: ModuleType) -> None:
     wrap(module.BeamSearchOfflineMixin, "beam_search", wrapper)
 
 
-def hook_flat_logprobs(module: ModuleType) -> None:
-    """Extend the flat lists at once."""
-
-    def wrapper(original: Function) -> Function:
-        def append_fast(self: Any, *args: Any, **kwargs: Any) -> None:
-            from vllm_prefixshare.vllm_plugin.prompts.beams import append_position
-
-            (append_position if is_enabled(PART) else original)(self, *args, **kwargs)
-
-        return append_fast
-
-    wrap(module.FlatLogprobs, "append_fast", wrapper)
-
-
 _PATCH = "vllm.entrypoints.generate.beam_search.utils:BeamSearchSequence.with_last_token"
 
 HOOKS = (
@@ -122,15 +119,6 @@ HOOKS = (
         "the log-probabilities of beams must be dictionaries",
         "as for BeamSearchOfflineMixin._beam_search_step",
         hook_search,
-        patch=(_PATCH,),
-        parts=("copies",),
-    ),
-    Hook(
-        "vllm.logprobs",
-        "FlatLogprobs.append_fast",
-        "the lists grow by one element at a time, 2 x beam_width per beam and step",
-        "the lists are extended at once",
-        hook_flat_logprobs,
         patch=(_PATCH,),
         parts=("copies",),
     ),
