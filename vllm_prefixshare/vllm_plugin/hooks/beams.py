@@ -2,7 +2,6 @@
 no garbage collection among them.
 """
 
-import inspect
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +13,12 @@ from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
 
 
 class _StepOf:
-    """An ``LLM`` during a step of beam search."""
+    """An ``LLM`` during a step of beam search: of what it returns, candidates are chosen.
+
+    Args:
+        llm: the object that vLLM's function gets as ``self``.
+        arguments: its other arguments by name.
+    """
 
     def __init__(self, llm: Any, arguments: dict[str, Any]) -> None:
         self._llm = llm
@@ -38,35 +42,38 @@ class _StepOf:
         return results
 
 
+def _ranks_all_tokens(arguments: dict[str, Any]) -> bool:
+    """Whether the candidates of a step are the best of all tokens: without a grammar, and without a
+    list of tokens.
+    """
+    needed = {"instances_batch", "base_sampling_params", "beam_width", "structured_output_backend"}
+    return (
+        arguments.keys() >= needed
+        and arguments["structured_output_backend"] is None
+        and getattr(arguments["base_sampling_params"], "logprob_token_ids", None) is None
+    )
+
+
 def hook_step(module: ModuleType) -> None:
     """Choose the candidates that vLLM ranks, from flat log-probabilities.
 
-    A step with a grammar, or with a list of allowed tokens, is left to vLLM: it ranks other
-    candidates than the best. The many objects of a step would also start the garbage collector,
-    which visits all objects of this process.
+    A step that ranks other candidates than the best is left to vLLM. The many objects of a step
+    would also start the garbage collector, which visits all objects of this process.
     """
     from vllm.logprobs import FlatLogprobs
 
     def wrapper(original: Function) -> Function:
-        signature = inspect.signature(original)
-
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not is_enabled(PART):
                 return original(self, *args, **kwargs)
-            arguments = signature.bind(self, *args, **kwargs).arguments
-            params = arguments["base_sampling_params"]
-            is_restricted = (
-                arguments["structured_output_backend"] is not None
-                or getattr(params, "logprob_token_ids", None) is not None
-            )
             with collection_paused():
-                if is_restricted:
+                if not _ranks_all_tokens(kwargs):
                     return original(self, *args, **kwargs)
-                params.flat_logprobs = True
-                for beam in (beam for i in arguments["instances_batch"] for beam in i.beams):
+                kwargs["base_sampling_params"].flat_logprobs = True
+                for beam in (beam for i in kwargs["instances_batch"] for beam in i.beams):
                     if not isinstance(beam.tokens, TokenIds):
                         beam.tokens = TokenIds(beam.tokens)
-                return original(_StepOf(self, arguments), *args, **kwargs)
+                return original(_StepOf(self, kwargs), *args, **kwargs)
 
         return step
 

@@ -133,7 +133,9 @@ def test_a_restricted_step_is_left_to_vllm(monkeypatch, restriction):
     monkeypatch.setattr(parts, "_active", frozenset({PART}))
     seen = []
 
-    def original(self, instances_batch, base_sampling_params, structured_output_backend):
+    def original(
+        self, instances_batch, base_sampling_params, beam_width, structured_output_backend
+    ):
         seen.append((self, base_sampling_params.flat_logprobs))
 
     holder = type("Module", (), {})
@@ -143,8 +145,14 @@ def test_a_restricted_step_is_left_to_vllm(monkeypatch, restriction):
     if restriction == "tokens":
         params.logprob_token_ids = [1, 2]
     llm = holder.BeamSearchOfflineMixin()
-    llm._beam_search_step([], params, object() if restriction == "grammar" else None)
-    assert seen == [(llm, False)]
+    llm._beam_search_step(
+        instances_batch=[],
+        base_sampling_params=params,
+        beam_width=2,
+        structured_output_backend=object() if restriction == "grammar" else None,
+    )
+    llm._beam_search_step([], params, 2, None)  # by position, as no release does
+    assert seen == [(llm, False)] * 2
 
 
 def test_positions_are_those_of_vllm(monkeypatch):
