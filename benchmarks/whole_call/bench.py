@@ -52,7 +52,7 @@ from benchmarks.whole_call.report import comparison_table, faults, parts_table, 
 from benchmarks.whole_call.rows import ALL_ROWS, EXTRA_ROWS, ROWS, Row
 from benchmarks.whole_call.texts import Tokenizer, asked, documents, question
 from benchmarks.whole_call.workloads import (
-    BEAM_WIDTHS,
+    BEAMS,
     HOST,
     OFFLINE,
     SERVER,
@@ -326,7 +326,7 @@ def engine_settings(args: argparse.Namespace, dummy: bool) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
-        "max_logprobs": 2 * max(BEAM_WIDTHS),
+        "max_logprobs": 2 * max(BEAMS),
         "enable_prefix_caching": True,
         "enforce_eager": args.enforce_eager,
         "dtype": args.dtype,

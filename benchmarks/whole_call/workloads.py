@@ -19,7 +19,8 @@ NUM_QUESTIONS, NUM_MANY_QUESTIONS = 64, 256
 NUM_DOCUMENTS, QUESTIONS_PER_DOCUMENT = 4, 32
 NUM_CONVERSATIONS, NUM_TURNS = 16, 4
 NUM_AGENTS, NUM_STEPS, NUM_TOOLS = 16, 4, 48
-NUM_BEAM_PROMPTS, BEAM_WIDTHS, BEAM_CONTEXT = 4, (4, 16), 4096
+#: beam width -> number of prompts
+BEAMS, BEAM_CONTEXT = {4: 4, 16: 4, 64: 1}, 4096
 #: Prompts that share nothing all need their own KV cache, so that they are shorter.
 NUM_UNSHARED, UNSHARED_CONTEXT = 32, 4096
 
@@ -178,7 +179,7 @@ class Workloads:
 
     def beams(self, repeat: int, width: int) -> Run:
         text = self.start(self.document(0), BEAM_CONTEXT)
-        count = self.count(NUM_BEAM_PROMPTS)
+        count = self.count(BEAMS[width])
         seed = 900 + 10 * width + repeat
         warm_up = Call("generate", [asked(text, seed, count)], 1)
         prompts = [asked(text, seed, i) for i in range(count)]
@@ -265,10 +266,10 @@ OFFLINE: dict[str, Kind] = {
     **{
         f"beams{width}": Kind(
             partial(Workloads.beams, width=width),
-            f"`LLM.beam_search`, {{}} prompts, {width} beams",
-            NUM_BEAM_PROMPTS,
+            f"`LLM.beam_search`, {{}} prompt{'s' * (number > 1)}, {width} beams",
+            number,
         )
-        for width in BEAM_WIDTHS
+        for width, number in BEAMS.items()
     },
     "unshared": Kind(Workloads.unshared, "{} prompts that share nothing", NUM_UNSHARED),
 }
