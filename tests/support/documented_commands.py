@@ -90,9 +90,7 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str]) -> Any:
 def check_own(arguments: list[str]) -> None:
     if len(arguments) == 1 and arguments[0] in COMMANDS:
         return  # the text only mentions the command
-    args = parse(parser(), arguments)
-    if arguments[0] == "trace":  # the rest is another command
-        PROGRAMS[args.command[0]](args.command[1:])
+    parse(parser(), arguments)
 
 
 def check_vllm(arguments: list[str]) -> None:

@@ -55,7 +55,6 @@ def server_process(
     environment: dict[str, str],
     *arguments: str,
     patience: int = 300,
-    under: Sequence[str] = (),
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The address of a server of ``model``, and its process. The server and all that it has started
     end on leaving, and when this process is killed.
@@ -65,11 +64,10 @@ def server_process(
         environment: the server's whole environment.
         arguments: further arguments of ``vllm serve``.
         patience: seconds within which the server must start.
-        under: a command that runs the server; its process is returned.
     """
     port = free_port()
     command = [
-        *under, *VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
+        *VLLM, "serve", str(model), "--host", "127.0.0.1", "--port", str(port),
         "--served-model-name", NAME, *arguments,
     ]  # fmt: skip
     with log.open("w") as out:

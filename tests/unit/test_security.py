@@ -40,9 +40,8 @@ WRITERS = {
     "kernels/aot/fill_caches.py": {"mkdir", "touch"},
     # the cache folder, or the file that --out names
     "planning/costs/table.py": {"mkdir"},
-    # the file that VLLM_PREFIXSHARE_TRACE or a command names
+    # the file that VLLM_PREFIXSHARE_TRACE names
     "vllm_plugin/observability/tracing.py": {"os.open", "ftruncate"},
-    "cli/record_trace.py": {"open for writing", "truncate"},
     # the null device
     "cli/main.py": {"os.open"},
     "cli/output.py": {"write_bytes"},

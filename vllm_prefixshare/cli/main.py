@@ -16,7 +16,6 @@ from vllm_prefixshare.cli import (
     inspect_plans,
     measure_costs,
     patch,
-    record_trace,
 )
 from vllm_prefixshare.cli.options import HelpFormatter
 from vllm_prefixshare.core import PrefixShareError
@@ -24,7 +23,6 @@ from vllm_prefixshare.core import PrefixShareError
 COMMANDS: dict[str, ModuleType] = {
     "doctor": doctor,
     "inspect": inspect_plans,
-    "trace": record_trace,
     "estimate": estimate,
     "bench": bench,
     "profile": measure_costs,

@@ -65,3 +65,16 @@ def test_an_error_of_another_file_is_not_taken_for_one_of_the_output(monkeypatch
     monkeypatch.setattr(inspect_plans, "run", run)
     with pytest.raises(OSError, match="No space left"):
         main(["inspect"])
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
+def test_a_name_that_standard_output_cannot_encode_is_escaped(tmp_path, encoding):
+    path = os.fsencode(tmp_path) + b"/b\xff\xe6\x97\xa5"
+    Path(os.fsdecode(path)).write_text(
+        '{"block_size": 16, "block_tables": [[1, 2]], "kv_lens": [20]}'
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    words = [sys.executable, "-c", PROGRAM, "inspect", path]
+    done = subprocess.run(words, capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"b\\udcff")

@@ -1,4 +1,4 @@
-"""``trace`` records the batches of an engine in a bounded file that ``inspect`` reads."""
+"""A trace holds the plans of an engine in a bounded file that ``inspect`` reads."""
 
 import errno
 import json
@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from examples.embedded_model import embedded_model_path
-from tests.support.cli_runs import PROGRAM, run
 from tests.support.engine import ONE_PROCESS, PREFIX_SHARE, EngineProcess
 from tests.support.traced_plans import LENS, TABLE, Group, record_in
 from vllm_prefixshare.cli.batches import read_batch
@@ -166,91 +165,6 @@ def test_the_check_at_start_up_leaves_what_is_recorded(tmp_path, monkeypatch):
     made.update(TABLE + 1, LENS)
     now = (tmp_path / "t.jsonl").read_bytes()
     assert now.startswith(recorded) and now.count(b"\n") == 2
-
-
-def test_the_command_passes_the_file_on_and_the_status_back(tmp_path):
-    path = tmp_path / "t.jsonl"
-    code = "import os; open(os.environ['VLLM_PREFIXSHARE_TRACE'], 'w').write('{}\\n'); os._exit(7)"
-    done = run("trace", "--json", path, "--", sys.executable, "-c", code)
-    assert done.returncode == 7, done.stderr
-    assert json.loads(done.stdout) == {"path": str(path), "plans": 1, "bytes": 3, "status": 7}
-
-
-def test_a_program_without_plans_is_said_to_have_none(tmp_path, capsys):
-    path = tmp_path / "t.jsonl"
-    assert main(["trace", str(path), "--", "true"]) == 0
-    counted, why = capsys.readouterr().out.splitlines()
-    assert counted == f"0 plans recorded in {path}, 0 bytes; the program ended with 0"
-    assert why.startswith("It made no plans: start vLLM with --attention-backend PREFIX_SHARE")
-    assert main(["inspect", str(path)]) == 2
-    assert f"{path} is empty: name a file" in capsys.readouterr().err
-
-
-def test_a_program_may_remove_its_trace(tmp_path, capsys):
-    path = tmp_path / "t.jsonl"
-    assert main(["trace", str(path), "--", "sh", "-c", f"rm {path}; exit 3"]) == 3
-    assert f"0 plans recorded in {path}, 0 bytes" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8:strict"])
-def test_a_name_that_standard_output_cannot_encode_is_escaped(tmp_path, encoding):
-    path = os.fsencode(tmp_path) + b"/b\xff\xe6\x97\xa5"
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    words = [sys.executable, "-c", PROGRAM, "trace", path, "--", "sh", "-c", "exit 5"]
-    done = subprocess.run(words, capture_output=True, env=environment)
-    assert done.returncode == 5, done.stderr
-    assert b"0 plans recorded in " in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["/nowhere/t", "--", "true"], "/nowhere/t cannot be written (No such file"),
-        (["/dev/zero", "--", "true"], "/dev/zero is not a regular file: name another."),
-        ([f"/tmp/{300 * 'a'}", "--", "true"], "cannot be written (File name too long)."),
-        (["~no-such-user/t", "--", "true"], "/~no-such-user/t cannot be written (No such file"),
-        (["{file}", "--", "/nowhere/vllm"], "/nowhere/vllm is not a program that can be run"),
-        (["{file}", "--", "--model"], "--model is not a program that can be run: write trace FILE"),
-    ],
-)
-def test_a_mistake_gets_one_sentence(tmp_path, arguments, sentence, capsys):
-    filled = [a.format(file=tmp_path / "t") for a in arguments]
-    assert main(["trace", *filled]) == 2
-    assert sentence in capsys.readouterr().err
-    assert not (tmp_path / "t").exists(), "made for a program that did not start"
-
-
-def test_a_script_that_cannot_be_run_gets_one_sentence(tmp_path, capsys):
-    script = tmp_path / "serve.sh"
-    script.write_text("#!/nowhere/sh\n")
-    script.chmod(0o755)
-    assert main(["trace", str(tmp_path / "t"), "--", str(script)]) == 2
-    assert f"{script} cannot be run (No such file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("program", ["MODEL", "true"])
-@pytest.mark.parametrize(
-    "content", ["#!/bin/sh\nexec vllm serve $1\n", json.dumps({"time": 1}), " "]
-)
-def test_what_is_no_trace_is_left_alone(tmp_path, program, content, capsys):
-    """If FILE is forgotten, it is the first word of the command."""
-    script = tmp_path / "serve.sh"
-    script.write_text(content)
-    assert main(["trace", str(script), "--", program]) == 2
-    error = capsys.readouterr().err
-    assert "name another file." in error or "write trace FILE -- PROGRAM." in error
-    assert error.count("\n") == 1
-    assert script.read_text() == content
-
-
-def test_an_earlier_trace_is_replaced_when_a_program_starts(tmp_path, monkeypatch, capsys):
-    path = tmp_path / "t.jsonl"
-    planner(monkeypatch, path).update(TABLE, LENS)
-    recorded = path.read_bytes()
-    assert main(["trace", str(path), "--", "no-such-program"]) == 2
-    assert path.read_bytes() == recorded
-    assert main(["trace", str(path), "--", "true"]) == 0, capsys.readouterr().err
-    assert path.read_bytes() == b""
 
 
 @pytest.mark.engine

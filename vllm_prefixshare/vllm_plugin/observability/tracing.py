@@ -5,7 +5,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import stat
 import time
 from dataclasses import asdict, dataclass
@@ -24,9 +23,6 @@ from vllm_prefixshare.vllm_plugin.observability.log import logger
 VARIABLE = "VLLM_PREFIXSHARE_TRACE"
 #: Maximum size of a trace; later batches are not recorded.
 MAX_BYTES = 16 << 20
-#: Start of the first line that ``Trace.record`` writes; it fits in ``FIRST_BYTES`` bytes.
-FIRST_LINE = re.compile(rb'\{"time":[\d.]+,"block_size":\d+,"kv_lens":\[')
-FIRST_BYTES = 128
 #: Arrays of a ``DecodePlan`` that a trace holds: its work tiles and the KV ranges that they read.
 PLAN_ARRAYS = (
     "work_indptr",
