@@ -26,7 +26,7 @@ demo: model
 # What to run before each commit: linters, and unit tests that start no engine and compile no
 # kernel; under 3 minutes on two cores.
 CHECKS := $(addprefix tests/unit/,planning cli vllm_plugin/prompts kernels/test_layout.py \
-	kernels/test_registry.py test_boundaries.py) tests/docs --ignore=tests/unit/cli/test_bench.py
+	kernels/test_registry.py test_boundaries.py) tests/docs
 check: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadscope -m 'not engine' $(CHECKS) $(PYTEST_ARGS)
 

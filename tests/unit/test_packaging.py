@@ -262,7 +262,7 @@ def test_the_wheel_works_with_what_it_declares_and_no_more(wheel, tmp_path):
     available = needed(SETTINGS["project"]["dependencies"])
     bin_ = environment(tmp_path / "bare", available, wheel)
     check_installed(bin_, tmp_path)
-    lacking = run(bin_ / "vllm-prefixshare", "bench", "--device", "cpu", cwd=tmp_path)
+    lacking = run(bin_ / "vllm-prefixshare", "profile", cwd=tmp_path)
     assert lacking.returncode == 2
     assert lacking.stderr == (
         "vllm-prefixshare: error: this command needs torch: install it with pip first.\n"

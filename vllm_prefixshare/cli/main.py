@@ -10,7 +10,6 @@ from types import ModuleType
 
 import vllm_prefixshare
 from vllm_prefixshare.cli import (
-    bench,
     doctor,
     estimate,
     inspect_plans,
@@ -24,7 +23,6 @@ COMMANDS: dict[str, ModuleType] = {
     "doctor": doctor,
     "inspect": inspect_plans,
     "estimate": estimate,
-    "bench": bench,
     "profile": measure_costs,
     "patch": patch,
 }

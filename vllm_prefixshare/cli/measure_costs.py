@@ -9,7 +9,6 @@ from typing import Literal
 from vllm_prefixshare.cli.memory import check_room
 from vllm_prefixshare.cli.options import (
     add_cache_argument,
-    add_device_argument,
     add_shape_arguments,
     attention_of,
 )
@@ -40,7 +39,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
     add_shape_arguments(command, block_size=str(BLOCK_SIZE))
     add_cache_argument(command)
-    add_device_argument(command)
+    command.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to measure; auto: on a GPU if there is one",
+    )
     command.add_argument(
         "--kernel", choices=("auto", "hopper", "portable"), default="auto", help="of a GPU"
     )

@@ -6,7 +6,7 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 
 
-def check_room(tokens: int, attention: AttentionConfig, on_gpu: bool = False) -> None:
+def check_room(tokens: int, attention: AttentionConfig) -> None:
     """Check that there is room for a KV cache of random numbers.
 
     Args:
@@ -17,13 +17,8 @@ def check_room(tokens: int, attention: AttentionConfig, on_gpu: bool = False) ->
     """
     import torch
 
-    size = getattr(torch, attention.dtype).itemsize
-    free: int | None
-    if on_gpu:
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        free = _available()
-        size += 4  # the numbers are made in float32
+    size = getattr(torch, attention.dtype).itemsize + 4  # the numbers are made in float32
+    free = _available()
     needed = tokens * attention.num_kv_heads * 2 * attention.head_dim * size
     if free is not None and needed > free:
         raise PrefixShareError(

@@ -72,16 +72,6 @@ def add_cache_argument(command: argparse.ArgumentParser) -> None:
     )
 
 
-def add_device_argument(command: argparse.ArgumentParser) -> None:
-    """The device to measure on."""
-    command.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where to measure; auto: on a GPU if there is one",
-    )
-
-
 def check_range(args: argparse.Namespace, option: str, low: int | None, high: int) -> None:
     """Raise ``PrefixShareError`` if the number of an option is below ``low`` or above ``high``.
 

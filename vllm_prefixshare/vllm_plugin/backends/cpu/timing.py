@@ -1,6 +1,4 @@
-"""CPU_ATTN's own kernel outside an engine, timed for the cost table's column of unshared requests
-and for comparison in `bench`.
-"""
+"""CPU_ATTN's own kernel outside an engine, timed for a cost table's unshared requests."""
 
 from collections.abc import Callable
 
