@@ -94,7 +94,7 @@ FLOORS = {
         RUNS
         | {"vllm_plugin", "__init__", "planning.costs.lookup", "profiling"}
         | {"profiling.gpu_timing", "utils.garbage"},
-        {"numpy", "matplotlib", "packaging", "pyarrow", "tokenizers", "torch", "transformers"},
+        {"numpy", "matplotlib", "packaging", "tokenizers", "torch", "transformers"},
     ),
     "__init__": ({"core", "wrapper", "flashinfer_pages", "merging", "vllm_plugin"}, set()),
 }

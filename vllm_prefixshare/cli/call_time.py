@@ -1,13 +1,10 @@
 """Estimates of a whole call: host work on the prompts, prefill and decode."""
 
-import math
-from typing import NamedTuple
-
 import numpy as np
 
 from vllm_prefixshare.cli.decode_groups import DecodeGroup
 from vllm_prefixshare.cli.estimated_model import EstimatedModel
-from vllm_prefixshare.core import FloatArray, PrefixShareError
+from vllm_prefixshare.core import FloatArray
 from vllm_prefixshare.settings import PROMPT_PARTS
 
 #: Entries of times: vLLM as it is, and PREFIX_SHARE with the parts of shared host work off and on.
@@ -40,45 +37,11 @@ SOURCE = "host work of 34k-token prompts on one CPU, vLLM 0.33, HF tokenizers"
 PREFILL_EFFICIENCY, WEIGHTS_EFFICIENCY = 0.75, 0.8
 
 
-class HostCosts(NamedTuple):
-    """Microseconds per prompt token of each part in vLLM's own code, and where they come from."""
-
-    us: dict[str, float]
-    source: str
-
-
-def host_costs(changes: str) -> HostCosts:
-    """The measured costs, but for the parts in ``changes``.
-
-    Args:
-        changes: ``part=microseconds,...``.
-
-    Raises:
-        PrefixShareError: another part, or not a number of 0 or more.
-    """
-    found = {}
-    for item in filter(None, changes.split(",")):
-        part, _, number = item.partition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = math.nan
-        if part not in PROMPT_PARTS or not 0 <= value < math.inf:
-            raise PrefixShareError(
-                f"--host-costs has {item!r}: give PART=MICROSECONDS, with a part of "
-                f"{', '.join(PROMPT_PARTS)}."
-            )
-        found[part] = value
-    source = f"{', '.join(found)} as given, the rest {SOURCE}" if found else SOURCE
-    return HostCosts(NEW_US | found, source)
-
-
 def call_times(
     group: DecodeGroup,
     output_tokens: int,
     attention_us: tuple[float, float],
     model: EstimatedModel,
-    host_us: dict[str, float] = NEW_US,
 ) -> dict[str, FloatArray]:
     """Where the time of a group goes, one thing after the other: milliseconds of ``SIDES``.
 
@@ -86,14 +49,13 @@ def call_times(
         output_tokens: steps, in each of which all requests decode.
         attention_us: of all layers in a decode step, without and with sharing.
         model: if it has no weights, only host work is estimated.
-        host_us: see ``HostCosts``.
     """
     times = {}
     for part in PROMPT_PARTS:
-        off = group.prompt_tokens * host_us[part] / 1e3
+        off = group.prompt_tokens * NEW_US[part] / 1e3
         new = group.new_tokens if part in PER_TEXT else 0
         known = group.prompt_tokens - new
-        on = (known * SHARED_US[part] + new * host_us[part]) / 1e3
+        on = (known * SHARED_US[part] + new * NEW_US[part]) / 1e3
         times[part] = np.array([off, off, min(on, off)])
     if num_bytes := model.memory.weights:
         arithmetic = model.gpu.tflops * 1e6 * PREFILL_EFFICIENCY  # operations per microsecond

@@ -19,16 +19,16 @@ class DecodeGroup(NamedTuple):
     kv_bytes: of the KV cache of one GPU when they end.
     is_limited: whether memory, not the batch size, ended the group.
     prompt_tokens, new_tokens: tokens of the prompts, and of these the tokens that no earlier prompt
-        of the group has in its prefix; 0 if only decode is known.
+        of the group has in its prefix.
     attended: KV tokens to which each new token attends, summed.
     """
 
     batch: Batch
     kv_bytes: float
-    is_limited: bool = False
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    attended: int = 0
+    is_limited: bool
+    prompt_tokens: int
+    new_tokens: int
+    attended: int
 
 
 def decode_groups(

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vllm_prefixshare.cli.batches import MAX_REQUESTS, Batch, read_batches
-from vllm_prefixshare.cli.call_time import SIDES, HostCosts, call_times, host_costs
+from vllm_prefixshare.cli.batches import MAX_REQUESTS
+from vllm_prefixshare.cli.call_time import SIDES, SOURCE, call_times
 from vllm_prefixshare.cli.decode_groups import DecodeGroup, decode_groups
 from vllm_prefixshare.cli.estimate_report import print_report
 from vllm_prefixshare.cli.estimated_model import (
@@ -15,9 +15,7 @@ from vllm_prefixshare.cli.estimated_model import (
     add_model_arguments,
     estimated_model,
 )
-from vllm_prefixshare.cli.log_times import concurrency
 from vllm_prefixshare.cli.options import (
-    DEFAULT_SHAPE,
     add_cache_argument,
     add_shape_arguments,
     check_range,
@@ -28,18 +26,16 @@ from vllm_prefixshare.cli.prompts import (
     FORMATS,
     MAX_SAMPLES,
     Source,
-    head_of,
     open_source,
     read_requests,
 )
 from vllm_prefixshare.cli.tokenization import ByteTokenizer, CheckpointTokenizer, Tokenizer
 from vllm_prefixshare.core import FloatArray, PrefixShareError
-from vllm_prefixshare.vllm_plugin.observability.tracing import MAX_BYTES
 
 EXAMPLE = """\
 prompts.jsonl has a prompt on each line, such as "Once upon a time", {"prompt": [1, 2, 3]} or
-{"messages": [{"role": "user", "content": "Hello"}]}; OpenAI's batch files, JSON arrays, CSV,
-Parquet, text, traces and logs of vllm serve will do as well, and - is standard input:
+{"messages": [{"role": "user", "content": "Hello"}]}; OpenAI's batch files, lines of text and logs
+of vllm serve will do as well, and - is standard input:
 
     vllm-prefixshare estimate prompts.jsonl --gpu H200 --model Llama-3.1-8B --batch 64,256
 
@@ -50,33 +46,23 @@ DEFAULT_BATCH = 256
 MAX_SIZES = 16
 #: Maximum number of places that are reported where a prefix breaks.
 MAX_BREAKS = 5
-#: What a file of block tables has near its start.
-TRACE_FIELDS = (b'"kv_lens"', b'"block_tables"', b'"block_size"')
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Declare the command's options."""
-    command.add_argument("file", type=Path, help="prompts, a log or a trace; - for standard input")
+    command.add_argument("file", type=Path, help="prompts or a log; - for standard input")
     command.add_argument("--gpu", required=True, help="such as H200")
     command.add_argument("--tokenizer", help="for text (default: of --model, else 4 bytes a token)")
     command.add_argument(
         "--batch",
-        help="requests that decode together, or several numbers such as 64,256,1024 "
-        f"(default: {DEFAULT_BATCH}; for a log with times, as many as would be in flight)",
+        default=str(DEFAULT_BATCH),
+        help="requests that decode together, or several numbers such as 64,256,1024",
     )
     command.add_argument("--output-tokens", type=int, default=256, help="that each will generate")
     command.add_argument("--samples", type=int, default=1, help="outputs of each prompt, vLLM's n")
     command.add_argument("--limit", type=int, help="read only so many prompts")
     command.add_argument("--format", choices=FORMATS, default="auto", help="of the file")
-    command.add_argument("--column", help="field with the prompts (default: messages or prompt)")
-    command.add_argument("--price", type=float, help="of a GPU for an hour, in any currency")
     add_model_arguments(command)
-    command.add_argument(
-        "--host-costs",
-        default="",
-        help="microseconds per prompt token of a part, such as tokenization=0.06 with fastokens "
-        "(default: as measured)",
-    )
     add_shape_arguments(command, block_size="vLLM's own, by the layers")
     add_cache_argument(command)
 
@@ -94,7 +80,6 @@ class Totals:
 
     model: EstimatedModel
     output_tokens: int
-    costs: HostCosts
     requests: int = 0
     batches: int = 0
     kv_tokens: int = 0
@@ -117,7 +102,7 @@ class Totals:
             unshared_us += count * planned.unshared_us
             shared_us += count * planned.attention_us
         attention_us = unshared_us, shared_us
-        found = call_times(group, self.output_tokens, attention_us, model, self.costs.us)
+        found = call_times(group, self.output_tokens, attention_us, model)
         self.requests += len(group.batch.seq_lens)
         self.batches += 1
         self.kv_tokens += int(group.batch.seq_lens.sum())
@@ -135,16 +120,10 @@ def run(args: argparse.Namespace) -> int:
     check_range(args, "output-tokens", 0, 1 << 20)
     check_range(args, "samples", 1, MAX_SAMPLES)
     check_range(args, "limit", 1, 1 << 30)
-    check_range(args, "price", 0, 1_000_000)
-    costs = host_costs(args.host_costs)
-    source = Source(args.file, args.format, args.column)
+    source = Source(args.file, args.format)
     model = estimated_model(args)
     with open_source(source) as file:
-        batches = _recorded(source, file)
-        if batches is not None:
-            found = _estimate_trace(args, batches, costs)
-        else:
-            found = _estimate_prompts(args, model, source, file, sizes, costs)
+        found = _estimate(args, model, source, file, sizes)
     if args.json:
         print(json.dumps(found, indent=1))
     else:
@@ -152,10 +131,8 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found["memory"]["fits"] else 1
 
 
-def _sizes(text: str | None) -> list[int]:
-    """Batch sizes of ``--batch``, ascending; none if it is left out."""
-    if text is None:
-        return []
+def _sizes(text: str) -> list[int]:
+    """Batch sizes of ``--batch``, ascending."""
     items = text.split(",")
     if len(items) > MAX_SIZES or not all(
         item.isdecimal() and len(item) < 9 and 1 <= int(item) <= MAX_REQUESTS for item in items
@@ -175,94 +152,16 @@ def _tokenizer(args: argparse.Namespace) -> Tokenizer:
     return ByteTokenizer()
 
 
-def _recorded(source: Source, file: BinaryIO) -> list[Batch] | None:
-    """The batches of a trace or of a file with block tables; None if it is neither."""
-    if source.format not in ("auto", "trace"):
-        return None
-    head = head_of(file)
-    is_trace = head.lstrip()[:1] == b"{" and any(name in head for name in TRACE_FIELDS)
-    if source.format == "auto" and not is_trace:
-        return None
-    data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise PrefixShareError(
-            f"{source} is longer than the {MAX_BYTES >> 20} MiB of a trace: give fewer lines."
-        )
-    text = data.decode("utf-8", "replace")
-    if not text.strip():
-        raise PrefixShareError(f"{source} is empty: trace a server that decodes.")
-    batches = list(read_batches(text, str(source)))
-    if len({batch.block_size for batch in batches}) > 1:
-        raise PrefixShareError(
-            f"{source} has batches of several block sizes: give the lines of one."
-        )
-    return batches
-
-
-def _estimate_trace(
-    args: argparse.Namespace, batches: list[Batch], costs: HostCosts
-) -> dict[str, Any]:
-    """The estimate of recorded batches, of which only decode is known."""
-    args.block_size = args.block_size or batches[0].block_size
-    if args.block_size != batches[0].block_size:
-        raise PrefixShareError(
-            f"--block-size must be {batches[0].block_size}, as in {args.file}, or left out."
-        )
-    _take_recorded_shape(args, batches)
-    model = estimated_model(args)
-    totals = Totals(model, args.output_tokens, costs)
-    too_long = 0
-    for batch in batches:
-        group = DecodeGroup(batch, model.memory.batch_bytes(batch))
-        too_long += group.kv_bytes > model.memory.kv_room
-        totals.add(group)
-    kept = ("decode", "sum") if model.memory.weights else ()
-    totals.times = {part: totals.times[part] for part in kept}
-    row = _row(totals, max(len(b.seq_lens) for b in batches), "as recorded", args.price)
-    found = _report(args, totals, [row], "recorded batches", too_long)
-    # a request is in several batches, and a trace does not name it
-    return found | {"requests": None, "arrivals": None, "prefix_cache": None}
-
-
-def _take_recorded_shape(args: argparse.Namespace, batches: list[Batch]) -> None:
-    """Give options of the attention shape that are left out the values of the engine that recorded
-    the batches, on each of its GPUs.
-
-    Raises:
-        PrefixShareError: options do not describe its layers.
-    """
-    names = list(DEFAULT_SHAPE)
-    shapes = {batch.recorded.engine.attention for batch in batches if batch.recorded is not None}
-    if not shapes or args.model is not None or all(getattr(args, name) for name in names):
-        return
-    shape = shapes.pop()
-    if shapes or shape.kv_lora_rank is not None or shape.sliding_window is not None:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        raise PrefixShareError(
-            f"{args.file} has layers of several shapes, with a window or with latents: name their "
-            f"--model, or give one shape by {options}."
-        )
-    for name in names:
-        value = getattr(shape, name)
-        if name.endswith("heads"):
-            value *= args.tensor_parallel_size
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    if args.kv_cache_dtype == "auto" and shape.kv_dtype is not None:
-        args.kv_cache_dtype = "fp8"
-
-
-def _estimate_prompts(
+def _estimate(
     args: argparse.Namespace,
     model: EstimatedModel,
     source: Source,
     file: BinaryIO,
     sizes: list[int],
-    costs: HostCosts,
 ) -> dict[str, Any]:
     tokenizer = _tokenizer(args)
     blocks = PrefixBlocks(model.block_size)
-    arrivals = _read(args, source, file, tokenizer, blocks)
+    _read(args, source, file, tokenizer, blocks)
     prompts = blocks.prompts
     orders = {"as ordered": prompts}
     known: dict[tuple[int, str], Totals] = {}
@@ -270,7 +169,7 @@ def _estimate_prompts(
     def totals(size: int, order: str, progress: Progress) -> Totals:
         key = min(size, len(prompts)), order
         if key not in known:
-            found = known[key] = Totals(model, args.output_tokens, costs)
+            found = known[key] = Totals(model, args.output_tokens)
             for group in decode_groups(
                 orders[order], blocks, size, args.output_tokens, model.memory
             ):
@@ -278,19 +177,6 @@ def _estimate_prompts(
                 progress.step(len(group.batch.seq_lens))
         return known[key]
 
-    times = None
-    if not sizes:
-        sizes = [DEFAULT_BATCH]
-        if arrivals and model.memory.weights:
-            with Progress(len(prompts) * 8) as progress:
-                sizes = [
-                    concurrency(
-                        arrivals,
-                        lambda size: _latency(totals(size, "as ordered", progress)),
-                        MAX_REQUESTS,
-                    )
-                ]
-            times = {"seconds": round(max(arrivals), 3), "in_flight": sizes[0]}
     if min(sizes) < len(prompts):
         order = blocks.depth_first_order()
         if order is not None and order != list(range(len(prompts))):
@@ -300,23 +186,13 @@ def _estimate_prompts(
         for size in sizes:
             for name in orders:
                 if size < len(prompts) or name == "as ordered":
-                    rows.append(_row(totals(size, name, progress), size, name, args.price))
+                    rows.append(_row(totals(size, name, progress), size, name))
     first = totals(sizes[0], "as ordered", progress)
     too_long = len(prompts) - first.requests
     return _report(args, first, rows, tokenizer.description, too_long) | {
         "requests": len(prompts),
-        "arrivals": times,
         "prefix_cache": _prefix_cache(blocks, tokenizer),
     }
-
-
-def _latency(totals: Totals) -> float:
-    """Seconds of a request in vLLM: its own host work and prefill, and the decode of its batch."""
-    if not totals.requests:
-        return 0.0
-    decode = totals.times["decode"][0]
-    others = totals.times["sum"][0] - decode
-    return float(others / totals.requests + decode / totals.batches) / 1e3
 
 
 def _read(
@@ -325,27 +201,21 @@ def _read(
     file: BinaryIO,
     tokenizer: Tokenizer,
     blocks: PrefixBlocks,
-) -> list[float]:
-    """Add the prompts of a file to ``blocks``. Returns when they arrived; nothing if it is not
-    known of all of them.
-    """
+) -> None:
+    """Add the prompts of a file to ``blocks``."""
     is_file = str(source.path) != "-" and source.path.is_file()
     size = source.path.stat().st_size if is_file else 0
-    arrivals: list[float | None] = []
     with Progress(max(1, size)) as progress:
         if is_file:
             source = source._replace(read=progress.step)
         for count, request in enumerate(read_requests(source, file, tokenizer), 1):
             samples = args.samples * request.samples
             blocks.add(request.name, request.tokens, samples, request.is_text)
-            arrivals += [request.arrival] * samples
             if count == args.limit:
                 break
-    times = [time for time in arrivals if time is not None]
-    return times if len(times) == len(arrivals) else []
 
 
-def _row(totals: Totals, size: int, order: str, price: float | None) -> dict[str, Any]:
+def _row(totals: Totals, size: int, order: str) -> dict[str, Any]:
     """One batch size and order; tokens, microseconds and call_ms are the mean of the batches."""
     row: dict[str, Any] = {
         "batch": size,
@@ -376,8 +246,6 @@ def _row(totals: Totals, size: int, order: str, price: float | None) -> dict[str
             "tokens_per_second": _sides(totals.requests * totals.output_tokens / seconds, 1),
             "gpu_hours": _sides(hours, 6),
         }
-        if price is not None:
-            row["price"] = _sides(hours * price, 4)
     return row
 
 
@@ -397,7 +265,7 @@ def _report(
     Args:
         totals: of any of the rows.
         tokens: what counts as a token.
-        too_long: number of requests or batches that memory cannot hold.
+        too_long: number of requests that memory cannot hold.
     """
     asked = [row for row in rows if row["order"] != "sorted by prefix"]
     best = max(asked, key=lambda row: row.get("tokens_per_second", {}).get("parts_on", 0.0))
@@ -410,7 +278,7 @@ def _report(
         "num_gpus": model.num_gpus,
         "output_tokens": args.output_tokens,
         "cost": model.cost_source,
-        "host_cost": totals.costs.source,
+        "host_cost": SOURCE,
         "layers": model.layers.total(),
         "layers_left_out": dict(model.left_out),
         "special_weights": model.special_weights,

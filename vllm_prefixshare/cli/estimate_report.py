@@ -19,7 +19,7 @@ def print_report(found: dict[str, Any]) -> None:
         _print_prefixes(found)
         return
     print(_workload(found))
-    if "seconds" in found and found["prefix_cache"] is not None:
+    if "seconds" in found:
         print("of the whole file, if each batch starts with an empty prefix cache:")
     print_table(_estimates(found))
     _print_notes(found)
@@ -43,9 +43,8 @@ def _verdict(found: dict[str, Any]) -> str:
             f"vLLM, {found['attention_us_shared']:.1f} us with PREFIX_SHARE."
         )
     seconds, per_token = found["seconds"], found["ms_per_token"]
-    what = "Decode" if found["prefix_cache"] is None else "The whole call"
     return (
-        f"{what}: {_gain(seconds['vllm'] / seconds['parts_on'], found)}, "
+        f"The whole call: {_gain(seconds['vllm'] / seconds['parts_on'], found)}, "
         f"{_number(seconds['vllm'])} s with vLLM, {_number(seconds['parts_on'])} s with "
         f"PREFIX_SHARE; decode {_number(per_token['vllm'])} and "
         f"{_number(per_token['parts_on'])} ms a token (batch {found['batch']})."
@@ -76,10 +75,8 @@ def _gpus(found: dict[str, Any]) -> str:
 
 
 def _count(found: dict[str, Any]) -> str:
-    is_trace = found["prefix_cache"] is None
-    what, plural = ("recorded batch", "es") if is_trace else ("request", "s")
-    count = found["batches"] if is_trace else found["requests"]
-    return f"{count} {what}{plural if count != 1 else ''}"
+    count = found["requests"]
+    return f"{count} request{'s' if count != 1 else ''}"
 
 
 def _layers(found: dict[str, Any]) -> str:
@@ -88,8 +85,6 @@ def _layers(found: dict[str, Any]) -> str:
 
 def _workload(found: dict[str, Any]) -> str:
     model = f"{found['model']}, " if found["model"] else ""
-    if found["prefix_cache"] is None:
-        return f"{model}{_count(found)}"
     return (
         f"{model}{_count(found)}, {found['output_tokens']} output tokens each; text counts as "
         f"tokens {found['tokens']}"
@@ -101,8 +96,6 @@ def _estimates(found: dict[str, Any]) -> list[tuple[str, ...]]:
     whole = "seconds" in found
     header = ["batch", "order", "share factor"]
     header += ["ms a token", "tokens/s", "GPU-hours"] if whole else ["attention, us"]
-    if "price" in found:
-        header.append("price")
     rows = [tuple(header)]
     for row in found["estimates"]:
         if not row["batches"]:
@@ -110,7 +103,6 @@ def _estimates(found: dict[str, Any]) -> list[tuple[str, ...]]:
         cells = [str(row["batch"]), row["order"], f"{row['share_factor']:.2f}"]
         if whole:
             names = ["ms_per_token", "tokens_per_second", "gpu_hours"]
-            names += ["price"] if "price" in row else []
             cells += [_pair(row[name]["vllm"], row[name]["parts_on"]) for name in names]
         else:
             cells.append(_pair(row["attention_us_unshared"], row["attention_us_shared"]))
@@ -149,14 +141,10 @@ def _print_notes(found: dict[str, Any]) -> None:
     )
     if found["limited_by_memory"]:
         print(f"the KV cache holds fewer than {found['batch']} requests at a time")
-    if found.get("arrivals"):
-        print(f"batch: {found['batch']} requests in flight, by the times of the log")
 
 
 def _print_prefixes(found: dict[str, Any]) -> None:
     cache = found["prefix_cache"]
-    if cache is None:
-        return
     print(
         f"prefix cache: {cache['reusable']:.1%} of {cache['prompt_tokens']} prompt tokens are in "
         f"full blocks of {cache['block_size']} that an earlier request has"
@@ -187,8 +175,6 @@ def _shown(text: str) -> str:
 
 
 def _print_call(found: dict[str, Any]) -> None:
-    if found["prefix_cache"] is None:
-        return
     print(f"where the time goes, ms of a batch of {found['batch']}, one thing after the other:")
     rows = [("", "vLLM", "parts off", "parts on")]
     rows += [

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_prefixshare.cli.batches import Batch
 from vllm_prefixshare.cli.options import (
     DEFAULT_SHAPE,
     MAX_BLOCK_SIZE,
@@ -79,13 +78,6 @@ class GpuMemory:
                 tokens = int(np.minimum(num_tokens, kind.sliding_window).sum())
             total += _bytes_per_token(kind) * tokens
         return total
-
-    def batch_bytes(self, batch: Batch) -> float:
-        """Bytes of the KV cache that a batch holds."""
-        counts = -(-batch.seq_lens // batch.block_size)
-        rows = zip(batch.block_table, counts.tolist(), strict=True)
-        distinct = len(np.unique(np.concatenate([row[:count] for row, count in rows])))
-        return self.kv_bytes(distinct * batch.block_size, batch.seq_lens)
 
 
 @dataclass(frozen=True)

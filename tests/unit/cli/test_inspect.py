@@ -245,15 +245,14 @@ def test_the_plan_comes_first_and_attention_without_sharing_next(capsys):
 @pytest.mark.parametrize("tree", ["1,3_4096,64", "1,16_8192,64", "1,2_64,8", "4_400"])
 def test_inspect_and_estimate_give_one_time(tmp_path, capsys, tree):
     batch = tree_batch(tree, 16)
-    tables = {
-        "block_size": 16,
-        "block_tables": batch.block_table.tolist(),
-        "kv_lens": batch.seq_lens.tolist(),
-    }
-    path = write(tmp_path / "t.json", tables)
-    inspected = report(capsys, path, "--gpu", "H200")
-    words = ["estimate", "--json", str(path), "--gpu", "H200", "--num-layers", "1"]
-    assert main(words) == 0
+    # of each request all tokens but the one to be computed, equal where blocks are
+    rows = (16 * batch.block_table[:, :, None] + np.arange(16)).reshape(len(batch.seq_lens), -1)
+    prompts = [row[: n - 1].tolist() for row, n in zip(rows, batch.seq_lens, strict=True)]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
+    inspected = report(capsys, "--tree", tree, "--gpu", "H200")
+    words = ["--gpu", "H200", "--num-layers", "1", "--output-tokens", "0"]
+    assert main(["estimate", "--json", str(path), *words]) == 0
     estimated = json.loads(capsys.readouterr().out)
     shared = inspected["dividers"][0]["attention_us"]
     assert inspected["attention_us_unshared"] == estimated["attention_us_unshared"]
