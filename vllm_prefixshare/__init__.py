@@ -13,8 +13,6 @@ __all__ = [
     "PrefixShareDecodeWrapper",
     "PrefixShareError",
     "__version__",
-    "flashinfer_batch",
-    "flashinfer_cache",
     "merge_states",
     "prompt_stats",
 ]
@@ -22,7 +20,6 @@ __all__ = [
 from vllm_prefixshare.core import PrefixShareError
 
 if TYPE_CHECKING:
-    from vllm_prefixshare.flashinfer_pages import flashinfer_batch, flashinfer_cache
     from vllm_prefixshare.merging import merge_states
     from vllm_prefixshare.vllm_plugin.observability.stats import prompt_stats
     from vllm_prefixshare.wrapper import LayerExtras, PrefixShareDecodeWrapper
@@ -31,8 +28,6 @@ if TYPE_CHECKING:
 _TORCH_NAMES = {
     "LayerExtras": "wrapper",
     "PrefixShareDecodeWrapper": "wrapper",
-    "flashinfer_batch": "flashinfer_pages",
-    "flashinfer_cache": "flashinfer_pages",
     "merge_states": "merging",
 }
 

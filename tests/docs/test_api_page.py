@@ -36,7 +36,7 @@ def test_every_public_object_has_its_reference():
 
 
 def test_figures_of_a_plan_are_those_of_the_code():
-    section = PAGE[PAGE.index("returns a `DecodeStats`") : PAGE.index("## Come from FlashInfer")]
+    section = PAGE[PAGE.index("returns a `DecodeStats`") : PAGE.index("## Verify drafts")]
     rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
     fields = {field.name for field in dataclasses.fields(DecodeStats)} | {"share_factor"}
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == fields

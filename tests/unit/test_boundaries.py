@@ -82,7 +82,6 @@ FLOORS = {
     "profiling": (RUNS | {"planning.costs.lookup"}, {"numpy", "torch"}),
     "profiling.gpu_timing": (set(), {"torch"}),
     "wrapper": (RUNS | {"planning.costs.lookup"}, {"numpy", "torch"}),
-    "flashinfer_pages": ({"core"}, {"numpy", "torch"}),
     "merging": ({"core", "kernels"}, {"torch"}),
     "distributed": (RUNS | {"wrapper", "merging"}, {"numpy", "torch"}),
     "vllm_plugin": (
@@ -96,7 +95,7 @@ FLOORS = {
         | {"profiling.gpu_timing", "utils.garbage"},
         {"numpy", "matplotlib", "packaging", "tokenizers", "torch", "transformers"},
     ),
-    "__init__": ({"core", "wrapper", "flashinfer_pages", "merging", "vllm_plugin"}, set()),
+    "__init__": ({"core", "wrapper", "merging", "vllm_plugin"}, set()),
 }
 OWN = "vllm_prefixshare"
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import vllm_prefixshare
 from tests.support.processes import run_python
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError, merge_states
 from vllm_prefixshare.kernels.catalog import Gpu
@@ -367,3 +368,23 @@ def test_importing_the_package_loads_neither_torch_nor_vllm():
         "print(sorted({'torch', 'vllm', 'triton'} & sys.modules.keys()))"
     )
     assert run_python(code).stdout.strip() == "[]"
+
+
+def test_the_operator_and_its_plan_show_what_they_are_in_a_line():
+    w = wrapper()
+    shown = "PrefixShareDecodeWrapper(4 query and 2 KV heads, head_dim 64, float32, KV cache "
+    shown += "float32, blocks of 16 tokens; torch kernel on cpu, divider flashforge (default); "
+    assert repr(w) == f"{shown}no plan yet)"
+    plan = w.plan(np.array([[7, 2, 3, 4], [7, 2, 3, 5], [7, 2, 6, 0]], np.int32), [60, 52, 48])
+    assert repr(w) == f"{shown}share factor 2.00)"
+    assert repr(plan) == (
+        "DecodePlan(3 requests, blocks of 16 tokens; 5 work tiles in 1 work queues, 8 partial "
+        "results; share factor 2.00)"
+    )
+    assert "; torch kernel on cpu, divider deft_node; " in repr(wrapper(divider="deft_node"))
+    assert repr(w.plan(np.zeros((0, 1), np.int32), [])).endswith("share factor 0.00)")
+
+
+def test_dir_lists_every_public_name():
+    assert {*vllm_prefixshare.__all__} <= {*dir(vllm_prefixshare)}
+    assert all(hasattr(vllm_prefixshare, name) for name in dir(vllm_prefixshare))

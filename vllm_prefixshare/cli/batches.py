@@ -1,7 +1,6 @@
 """Batches for a command: a tree such as ``1,4,16_1024,256,64``, or a file with block tables."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -132,22 +131,6 @@ def _num_requests(line: str) -> int:
     data = json.loads(line)
     lens = data.get("kv_lens") if isinstance(data, dict) else None
     return len(lens) if isinstance(lens, list) else 0
-
-
-def read_batches(text: str, name: str) -> Iterator[Batch]:
-    """All batches of a text of the form that ``read_batch`` reads.
-
-    Args:
-        name: of the file, for errors.
-
-    Raises:
-        PrefixShareError: it is not of that form.
-    """
-    for line in _objects(text):
-        try:
-            yield _batch(name, json.loads(line))
-        except (ValueError, RecursionError) as e:
-            raise PrefixShareError(f"{name} is not a block-table file: {e}.") from None
 
 
 def _objects(text: str) -> list[str]:
