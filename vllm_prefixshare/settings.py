@@ -43,7 +43,6 @@ class Settings:
     experimental: frozenset[str]
     prompts: frozenset[str] | None
     prompts_cache_mib: int
-    prompts_cache_by_salt: bool
 
 
 class Variable(NamedTuple):
@@ -202,12 +201,6 @@ VARIABLES: dict[str, Variable] = {
     ),
     "VLLM_PREFIXSHARE_PROMPTS_CACHE_MIB": Variable(
         _mebibytes, "256", "maximum MiB that the caches of shared host work hold in each process"
-    ),
-    "VLLM_PREFIXSHARE_PROMPTS_CACHE_BY_SALT": Variable(
-        _flag,
-        "1",
-        "1: texts of requests with different cache_salt share no tokenization; 0: they do, which "
-        "shows by its timing whether a text was seen before",
     ),
 }
 

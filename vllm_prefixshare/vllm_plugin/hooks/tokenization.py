@@ -8,7 +8,6 @@ from inspect import iscoroutinefunction
 from types import ModuleType
 from typing import Any
 
-from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.hooks.wrapping import Function, Hook, extend, wrap
 from vllm_prefixshare.vllm_plugin.prompts import tokenization
 from vllm_prefixshare.vllm_plugin.prompts.parts import (
@@ -107,10 +106,9 @@ def _shared_token_ids(
     vLLM.
     """
     text = prompt["prompt"]
-    by_salt = settings().prompts_cache_by_salt
-    if len(text) < tokenization.MIN_CHARS or (by_salt and extras is None):
+    if len(text) < tokenization.MIN_CHARS or extras is None:
         return None
-    salt = ((extras or {}).get("cache_salt") or prompt.get("cache_salt")) if by_salt else None
+    salt = extras.get("cache_salt") or prompt.get("cache_salt")
     kwargs = params.get_encode_kwargs()
     if kwargs.keys() - {"truncation", "max_length", "add_special_tokens"}:
         return None

@@ -4,7 +4,6 @@ same errors, the same engine inputs as without it.
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +17,6 @@ from vllm.renderers.params import ChatParams, TokenizeParams
 
 from examples.embedded_model import embedded_model_path
 from tests.support.tokenizers import corpus
-from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.hooks.tokenization import hook_tokenization
 from vllm_prefixshare.vllm_plugin.prompts import parts, tokenization
 from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
@@ -163,9 +161,7 @@ def test_a_truncated_or_rejected_text_is_tokenized_once(
     assert outcome(call) == without_the_part(monkeypatch, call)
 
 
-def test_salts_share_only_if_they_may(
-    active: parts.PartCounters, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_salts_share_no_tokenization(active: parts.PartCounters) -> None:
     completions(DOCUMENT)
     completions(DOCUMENT, cache_salt="one")
     completions(DOCUMENT, cache_salt="two")
@@ -176,10 +172,6 @@ def test_salts_share_only_if_they_may(
     before = active.shared_units
     renderer().render_cmpl([{"prompt": DOCUMENT, "cache_salt": "three"}])
     assert active.shared_units == before
-    shared = replace(settings(), prompts_cache_by_salt=False)
-    monkeypatch.setattr("vllm_prefixshare.vllm_plugin.hooks.tokenization.settings", lambda: shared)
-    completions(DOCUMENT, cache_salt="four")
-    assert active.shared_units > before + 11_000
 
 
 def test_the_server_s_entry_points(active: parts.PartCounters) -> None:
