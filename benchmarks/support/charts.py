@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_prefixshare.cli.picture import DARK, LIGHT, encoded
+from vllm_prefixshare.cli.picture import LIGHT, Theme, encoded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+DARK = Theme("#0d1117", "#f0f6fc", "#9198a1", "#3d444d")
 #: Colours of methods, on a light and on a dark background, each with a contrast of at least 3:1.
 COLOURS = (
     ("#0969da", "#58a6ff"),
@@ -105,7 +106,7 @@ def number(value: float) -> str:
 def _svg(chart: Chart, background: str) -> str:
     figure = draw(chart)
     figure.set_facecolor(background)
-    return encoded(figure, "svg", chart.title).decode()
+    return encoded(figure, chart.title).decode()
 
 
 def draw(chart: Chart) -> "Figure":

@@ -19,7 +19,7 @@ from vllm_prefixshare.cli.options import (
 )
 from vllm_prefixshare.cli.output import print_table, write_file
 from vllm_prefixshare.cli.planned import Layer, Planned, as_run, forest_of
-from vllm_prefixshare.config import MAX_TOKENS, MAX_WORKERS, AttentionConfig
+from vllm_prefixshare.config import MAX_WORKERS, AttentionConfig
 from vllm_prefixshare.core import Forest, IntArray, PrefixShareError
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS, get_divider
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -37,7 +37,6 @@ of your own: docs/cli.md describes its form. --compare adds the other dividers."
 TREE = "1,4,16_1024,256,64"
 #: The GPU that is planned for without a trace.
 GPU = "H200"
-PICTURES = ("svg", "png")
 #: Times below are taken for this one: a trace rounds its times, to 0 if need be.
 MIN_US = 0.01
 #: Most lines printed of a forest.
@@ -56,7 +55,7 @@ COLUMNS = (
 #: Options whose values a trace has.
 TRACED = (
     *("model", "num_qo_heads", "num_kv_heads", "head_dim", "dtype", "kv_cache_dtype"),
-    *("gpu", "workers", "tile_rows"),
+    *("gpu", "workers"),
 )
 
 
@@ -77,12 +76,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--compare", action="store_true", help="plan with all dividers, too")
     command.add_argument("--gpu", help=f"plan as on this GPU (default: {GPU})")
     command.add_argument("--workers", type=int, help="work queues (default: the kernel's)")
-    command.add_argument("--tile-rows", type=int, help="rows of a Q tile (default: the kernel's)")
-    for kind in PICTURES:
-        command.add_argument(
-            f"--{kind}", type=Path, metavar="FILE", help="draw the forest and the schedule"
-        )
-    command.add_argument("--dark", action="store_true", help="draw on a dark background")
+    command.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw the forest and the schedule"
+    )
 
 
 @dataclass(frozen=True)
@@ -128,13 +124,14 @@ def run(args: argparse.Namespace) -> int:
     """Show the plan of a batch; the exit status is 0."""
     get_divider(args.divider or "flashforge")
     report = _report(args)
-    files = _draw(args, report)
+    if args.svg is not None:
+        _draw(report, args.svg)
     if args.json:
         print(json.dumps(_as_json(report), indent=1))
     else:
         _print(report)
-        for path in files:
-            print(f"wrote {path}")
+        if args.svg is not None:
+            print(f"wrote {args.svg}")
     return 0
 
 
@@ -201,23 +198,16 @@ def _refuse_other_engines(args: argparse.Namespace) -> None:
 def _layer(args: argparse.Namespace, block_size: int) -> Layer:
     """The layer that the options describe."""
     check_range(args, "workers", 1, MAX_WORKERS)
-    check_range(args, "tile-rows", 1, MAX_TOKENS)
     attention = replace(attention_of(args), block_size=block_size)
     layer = Layer.on(GPU if args.gpu is None else args.gpu, attention)
     config = layer.config
     if args.workers is not None:
         config = replace(config, num_workers=args.workers)
-    if args.tile_rows is not None:
-        requests = max(1, args.tile_rows // attention.gqa_group_size)
-        config = replace(config, max_tile_requests=requests)
     return replace(layer, config=config)
 
 
-def _draw(args: argparse.Namespace, report: Report) -> list[Path]:
-    """Write the pictures that are asked for; returns their files."""
-    files: dict[str, Path] = {kind: vars(args)[kind] for kind in PICTURES if vars(args)[kind]}
-    if not files:
-        return []
+def _draw(report: Report, path: Path) -> None:
+    """Write the picture of a plan."""
     made = report.plans[0].made
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters of a name that the font has not
@@ -229,11 +219,8 @@ def _draw(args: argparse.Namespace, report: Report) -> list[Path]:
             report.forest,
             made.plan,
             report.batch.seq_lens,
-            picture.DARK if args.dark else picture.LIGHT,
         )
-        for kind, path in files.items():
-            write_file(path, picture.encoded(figure, kind))
-    return list(files.values())
+        write_file(path, picture.encoded(figure))
 
 
 def _requests(forest: Forest) -> str:

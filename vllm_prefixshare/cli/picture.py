@@ -34,7 +34,6 @@ class Theme(NamedTuple):
 
 
 LIGHT = Theme("#ffffff", "#1f2328", "#59636e", "#d1d9e0")
-DARK = Theme("#0d1117", "#f0f6fc", "#9198a1", "#3d444d")
 
 #: Pixels: width of the page, margin, and what the schedule leaves for text on both sides.
 WIDTH, MARGIN, LEFT, RIGHT = 1040, 24, 84, 178
@@ -45,8 +44,6 @@ TITLE, AXIS = 70, 52
 MIN_ROW, MAX_ROW, MAX_FOREST, STEP, BAR = 0.5, 30.0, 360.0, 20, 0.76
 #: Pixels of a page per inch; font sizes below are in pixels, too.
 DPI = 100
-#: PNG pixels per pixel of the page.
-SCALE = 2
 #: Maximum number of workers drawn; if there are more, a sample from the busiest to the least busy.
 MAX_ROWS = 32
 
@@ -112,7 +109,6 @@ def picture(
     forest: Forest,
     plan: DecodePlan,
     seq_lens: IntArray,
-    theme: Theme = LIGHT,
 ) -> Figure:
     """The forest, widths by requests and lengths by tokens, above the plan's schedule.
 
@@ -135,9 +131,9 @@ def picture(
     forest_height = forest.num_reqs * min(MAX_ROW, MAX_FOREST / forest.num_reqs)
     schedule_top = TITLE + forest_height + AXIS + TITLE
     height = schedule_top + STEP * len(shown) + AXIS
-    figure = NewFigure((WIDTH / DPI, height / DPI), dpi=DPI, facecolor=theme.background)
+    figure = NewFigure((WIDTH / DPI, height / DPI), dpi=DPI, facecolor=LIGHT.background)
     FigureCanvasAgg(figure)  # measures texts
-    page = _Page(figure, theme, height)
+    page = _Page(figure, height)
     # names of files may have characters that are no text, or not allowed in XML
     title = "".join(x if x.isprintable() else "?" for x in title)
     page.heading(0, title, f"{summary}; height by requests, length by KV tokens")
@@ -153,8 +149,8 @@ def picture(
     return figure
 
 
-def encoded(figure: Figure, kind: str, title: str | None = None) -> bytes:
-    """The bytes of a file of this kind, ``svg`` or ``png``. title: for readers who hear it."""
+def encoded(figure: Figure, title: str | None = None) -> bytes:
+    """The bytes of an SVG file. title: for readers who hear it."""
     from matplotlib import rc_context
 
     data = io.BytesIO()
@@ -162,26 +158,25 @@ def encoded(figure: Figure, kind: str, title: str | None = None) -> bytes:
     settings: dict[Any, Any] = {
         "svg.fonttype": "none", "svg.hashsalt": "prefixshare", "font.sans-serif": "DejaVu Sans",
     }  # fmt: skip
-    metadata = dict.fromkeys(("Creator", "Date") if kind == "svg" else ("Software",))
-    metadata |= {"Title": title} if title else {}
+    metadata = {"Creator": None, "Date": None} | ({"Title": title} if title else {})
     with rc_context(settings):
-        figure.savefig(data, format=kind, dpi=DPI * SCALE, metadata=metadata)
+        figure.savefig(data, format="svg", metadata=metadata)
     return data.getvalue()
 
 
 class _Page:
     """A figure that is laid out in pixels from its top left corner."""
 
-    def __init__(self, figure: Figure, theme: Theme, height: float) -> None:
-        self.figure, self.theme, self.height = figure, theme, height
+    def __init__(self, figure: Figure, height: float) -> None:
+        self.figure, self.height = figure, height
 
     def heading(self, top: float, title: str, subtitle: str) -> None:
         """A title with a line below, at the left margin."""
         room = WIDTH - 2 * MARGIN
         title = self.longest_that_fits((title, f"{title[:90]} ..."), room, 17)
         for text, y, size, color in (
-            (title, 34, 17, self.theme.text),
-            (subtitle, 56, 13, self.theme.muted),
+            (title, 34, 17, LIGHT.text),
+            (subtitle, 56, 13, LIGHT.muted),
         ):
             self.figure.text(
                 MARGIN / WIDTH, 1 - (top + y) / self.height, text, size=points(size), color=color,
@@ -209,9 +204,9 @@ class _Page:
         axes.set_xticks(ticks, [f"{x:,.10g}" for x in ticks])
         axes.set_yticks([])
         axes.set_axisbelow(True)
-        axes.grid(axis="x", color=self.theme.grid, linewidth=0.8)
-        axes.tick_params(labelsize=points(11), labelcolor=self.theme.muted, color=self.theme.grid)
-        axes.set_xlabel(unit, loc="right", size=points(11), color=self.theme.muted)
+        axes.grid(axis="x", color=LIGHT.grid, linewidth=0.8)
+        axes.tick_params(labelsize=points(11), labelcolor=LIGHT.muted, color=LIGHT.grid)
+        axes.set_xlabel(unit, loc="right", size=points(11), color=LIGHT.muted)
 
     def longest_that_fits(self, texts: Sequence[str], width: float, size: int) -> str:
         """The first of ``texts`` that is not wider than ``width`` pixels; "" if none is."""
@@ -251,7 +246,7 @@ class _Page:
         wide = width * area.width / abs(x_high - x_low)
         high = height * area.height / abs(y_high - y_low)
         rim = rim and wide >= 6 and high >= 3
-        edge = self.theme.background if rim else "none"
+        edge = LIGHT.background if rim else "none"
         axes.add_patch(
             Rectangle(corner, width, height, facecolor=fill, edgecolor=edge, label=texts[0])
         )
@@ -327,7 +322,7 @@ def _draw_schedule(page: _Page, axes: Axes, workers: list[list[Tile]], shown: li
             _draw_tile(page, axes, tile, start, row)
         axes.vlines(starts, row, row + BAR, color=EDGE, linewidth=1, clip_on=False)
     rows = np.arange(len(shown)) + BAR / 2
-    style: dict[str, Any] = {"length": 0, "labelsize": points(12), "labelcolor": page.theme.text}
+    style: dict[str, Any] = {"length": 0, "labelsize": points(12), "labelcolor": LIGHT.text}
     axes.set_yticks(rows, [f"worker {worker}" for worker in shown])
     axes.tick_params(axis="y", pad=6, **style)
     right = axes.secondary_yaxis("right")

@@ -789,7 +789,6 @@ def test_inspect_compares_every_divider(capsys):
         (["inspect", "--divider", "best"], "divider 'best' is unknown"),
         (["inspect", "--head-dim", "48"], "head_dim must be"),
         (["inspect", "--workers", "0"], "--workers must be from 1 to 65536, got 0"),
-        (["inspect", "--tile-rows", "-3"], "--tile-rows must be from 1 to 2147483647, got -3"),
         (["inspect", "--num-qo-heads", "9" * 9], "--num-qo-heads must be at most 4096"),
         (["inspect", "--block-size", "9" * 9], "--block-size must be at most 65536"),
         (

@@ -199,7 +199,6 @@ def test_a_trace_without_engines_is_planned_here(trace, capsys):
         ["--kv-cache-dtype", "fp8"],
         ["--gpu", "H200"],
         ["--workers", "132"],
-        ["--tile-rows", "64"],
     ],
 )
 def test_options_that_a_trace_answers_are_refused(trace, capsys, options):
@@ -280,36 +279,3 @@ def test_the_picture_has_the_engines_schedule(trace, tmp_path):
     drawn = (tmp_path / "p.svg").read_text()
     assert "divider flashforge (default); as the engine ran it: torch kernel on" in drawn
     assert "Prefix forest of t.jsonl" in drawn
-
-
-def test_an_estimate_takes_the_shape_that_was_recorded(trace, monkeypatch, capsys):
-    def estimate(*options: object) -> dict:
-        assert main(["estimate", str(trace), "--gpu", "H200", "--json", *map(str, options)]) == 0
-        return json.loads(capsys.readouterr().out)
-
-    halves = replace(LLAMA, num_qo_heads=16, num_kv_heads=4, kv_dtype=FP8, query_dtype=FP8)
-    group_on_h200(monkeypatch, halves, "hopper").step(DOCUMENT, LONG, None)
-    found = estimate()
-    by_numbers = "--num-qo-heads", 16, "--num-kv-heads", 4, "--kv-cache-dtype", "fp8"
-    assert found == estimate(*by_numbers)
-    assert found["layers"] == 1 and found["model"] is None
-    assert estimate("--num-kv-heads", 2) == estimate(
-        "--num-qo-heads", 16, *by_numbers, "--num-kv-heads", 2
-    )
-    # of both of its GPUs
-    assert estimate("--tensor-parallel-size", 2)["model"] == "Llama-3.1-8B"
-    group_on_h200(monkeypatch, LLAMA, "hopper").step(DOCUMENT, LONG, None)
-    assert main(["estimate", str(trace), "--gpu", "H200"]) == 2
-    error = capsys.readouterr().err
-    assert "name their --model, or give one shape by --num-qo-heads, --num-kv-heads" in error
-    all_numbers = (
-        "--num-qo-heads",
-        32,
-        "--num-kv-heads",
-        8,
-        "--head-dim",
-        128,
-        "--dtype",
-        "bfloat16",
-    )
-    assert estimate(*all_numbers)["layers"] == 32
