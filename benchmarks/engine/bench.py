@@ -10,8 +10,7 @@ otherwise from the first token on. The exit status is 1 if our answers have less
 tokens in common with its own before they part as the worse of these two. That finds little where
 these have less than a token in common.
 
-    python -m benchmarks.engine --mooncake TRACE.jsonl --deft keywordToT.json \
-        --out benchmarks/published/engine.json
+    python -m benchmarks.engine --deft keywordToT.json --out benchmarks/published/engine.json
     python -m benchmarks.engine --baseline flashinfer --workloads doc32k,docs8k --out result.json
 
 The baseline, "stock" below, is FLASH_ATTN unless --baseline names another. Cascade attention is
@@ -19,7 +18,7 @@ FLASH_ATTN's in vLLM 0.29 to 0.31, on the V1 runner, in both engines then, where
 choose it.
 
 Rows of shared documents have milliseconds per output token while all requests decode. The documents
-are cached, and each run continues them with other tokens. Other rows (GRPO, Mooncake, DeFT) start
+are cached, and each run continues them with other tokens. Other rows (GRPO, DeFT) start
 with an empty cache and include prefill; they have the mean time between the tokens of a request,
 and output tokens per second of the whole call. Questions on cached documents have the time of the
 step that gives every request its only token. The floor is the time of as many requests with
@@ -79,14 +78,13 @@ PROGRAM = "benchmarks.engine"
 
 Engines = dict[str, EngineProcess]
 
-RECORDED = ("mooncake", "deft")
 #: of the workload of one of DeFT's recordings, before the file's name
 OF_DEFT = "deft:"
 #: workloads in which all requests decode at once
 DECODED: dict[str, PromptTree] = {
     **work.FIXED, **work.SWEEP, **work.FEW_SHOT, **FASTTREE, **FLASHFORGE,
 }  # fmt: skip
-WORKLOADS = (*DECODED, *work.QUESTIONS, "grpo", *RECORDED)
+WORKLOADS = (*DECODED, *work.QUESTIONS, "grpo", "deft")
 #: workloads that run only if they are named
 ON_REQUEST = {*work.QUESTIONS, *work.SWEEP, *work.FEW_SHOT, *FASTTREE, *FLASHFORGE}
 #: the KV cache's part of an engine's memory where both start together: they would count each
@@ -94,8 +92,8 @@ ON_REQUEST = {*work.QUESTIONS, *work.SWEEP, *work.FEW_SHOT, *FASTTREE, *FLASHFOR
 KV_PART = 0.65
 #: context of the requests whose decode time is part of the floor, in tokens
 FLOOR_CONTEXT = 16
-#: number of requests of the trace whose tokens are compared, and tokens of each answer
-CHECKED_REQUESTS, CHECKED_TOKENS = 16, 16
+#: tokens of each answer that are compared
+CHECKED_TOKENS = 16
 #: requests that stock also answers alone, of a model that has experts
 ALONE = 32
 #: timed runs of a first step, at least: the host's part of it varies by a quarter
@@ -125,7 +123,7 @@ class Bench:
             return self.fixed(DECODED[name].scaled(self.args.scale))
         if name.startswith(OF_DEFT):
             return self.deft(next(f for f in self.args.deft if OF_DEFT + f.stem == name))
-        return {"grpo": self.grpo, "mooncake": self.mooncake}[name]()
+        return self.grpo()
 
     def fixed(self, w: PromptTree) -> Row:
         """Decode time with all requests running."""
@@ -208,27 +206,6 @@ class Bench:
             return row  # no floor, because the requests did not decode all at once
         held = len(w.leaves) * w.document_tokens + num_reqs * tokens / 2
         return {**row, "floor_ms": self.floor(num_reqs) + self.kv_ms(held)}
-
-    def mooncake(self) -> Row:
-        """A recorded conversation trace, all requests at once."""
-        args = self.args
-        w = work.mooncake(
-            args.mooncake,
-            args.mooncake_requests,
-            args.max_model_len,
-            args.mooncake_tokens,
-            self.vocab,
-        )
-        count = len(w.prompts)
-        found = self.alternate(
-            lambda e: [e.generate(w.prompts, w.max_tokens, together=True, **SAMPLING)],
-            args.trace_repeats,
-        )
-        agreement = self.compare(w.prompts[:CHECKED_REQUESTS])
-        row = report.make_row(
-            f"Mooncake, {count} requests", count, max(w.max_tokens), found, "whole call"
-        )
-        return {**row, "agreement": agreement}
 
     def deft(self, file: Path) -> Row:
         """Tree-of-thoughts runs of one recording, level by level. Tokens are not compared: a
@@ -445,7 +422,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder (default: Llama-3.1-8B's shape)")
-    usual = "no questions, sweeps and papers' workloads; recorded ones if their files are given"
+    usual = "no questions, sweeps and papers' workloads; deft if its files are given"
     add("--workloads", type=names(WORKLOADS), help=f"of {','.join(WORKLOADS)} (default: {usual})")
     add("--tokens", type=int, default=64, help="output tokens of shared documents")
     add("--repeats", type=count, default=3, help="timed runs of shared documents")
@@ -457,9 +434,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--trace-repeats", type=count, default=1, help="timed runs of the other workloads")
     # more than fits on one H200 beside another engine, so that both pre-empt
     add("--grpo-tokens", type=count, default=4096, help="output tokens of each GRPO sample")
-    add("--mooncake", type=Path, help="Mooncake trace, JSON lines")
-    add("--mooncake-requests", type=count, default=128, help="requests, of those that fit")
-    add("--mooncake-tokens", type=count, default=256, help="cut longer answers")
     add("--deft", type=Path, nargs="+", help="DeFT's recorded *ToT.json, a row for each")
     add("--deft-trees", type=count, default=4, help="number of the largest runs, replayed at once")
     add("--shape", choices=SHAPES, default="8b", help="without --model")
@@ -485,13 +459,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add_out(parser)
     add_resume(parser)
     args = parser.parse_args(argv)
-    given = {"mooncake": args.mooncake, "deft": args.deft}
     if args.workloads is None:
         others = [n for n in WORKLOADS if n not in ON_REQUEST]
-        args.workloads = [n for n in others if n not in RECORDED or given[n]]
-    for name in args.workloads:
-        if name in RECORDED and not given[name]:
-            parser.error(f"the workload {name} is recorded: name its file with --{name}")
+        args.workloads = [n for n in others if n != "deft" or args.deft]
+    if "deft" in args.workloads and not args.deft:
+        parser.error("the workload deft is recorded: name its files with --deft")
     args.workloads = [
         each
         for name in args.workloads
