@@ -36,10 +36,9 @@ from benchmarks.papers import (
     tree_attention,
 )
 from benchmarks.papers import tables as papers_tables
-from benchmarks.papers.experiment import CPU, TEXTS, Experiment, Point, Series, Setting
+from benchmarks.papers.experiment import CPU, TEXTS, Experiment, Point, Setting
 from benchmarks.support import program, published
 from benchmarks.support import workload_sets as sets
-from benchmarks.support.charts import colours_of
 from benchmarks.support.trees import forest, tree
 from tests.support import decode_paths as paths
 from tests.support import processes
@@ -174,12 +173,6 @@ def test_what_the_minutes_left_no_time_for_is_named(tmp_path, monkeypatch, capsy
     assert "x, points left" not in said
 
 
-def test_miniatures_have_a_folder_of_their_own():
-    folders = [reproduce.parse(arguments).out for arguments in ([], ["--tiny"])]
-    assert len(set(folders)) == 2
-    assert reproduce.parse(["--tiny", "--out", "here"]).out == Path("here")
-
-
 def test_points_that_fail_or_are_wrong_end_in_1_and_run_again(tmp_path, capsys):
     def refuse() -> dict:
         raise PrefixShareError("this machine cannot.")
@@ -206,18 +199,6 @@ def test_points_that_fail_or_are_wrong_end_in_1_and_run_again(tmp_path, capsys):
     assert result["points"]["c"] == {"figure": 1}
     assert not result["complete"]
     assert [p.name for p in progress(*points).left] == ["a", "b", "d", "e"]
-
-
-def test_without_matplotlib_a_run_has_no_chart(tmp_path, monkeypatch, capsys):
-    row = EXPERIMENTS["tree-attention-figure-4"]
-    figures = next(iter(papers_tables.ran(row.name)["points"].values()))
-    points = [Point("a", lambda: figures)]
-    monkeypatch.setattr(reproduce, "EXPERIMENTS", {"x": stand_in("x", points, row.name)})
-    for found, spec in ((True, reproduce.find_spec), (False, lambda _: None)):
-        monkeypatch.setattr(reproduce, "find_spec", spec)
-        assert run("--tiny", "--fresh", "--out", tmp_path / str(found)) == 0
-        assert f"  here: {row.ours({'a': figures})}\n" in capsys.readouterr().out
-        assert (tmp_path / str(found) / "x.svg").exists() == found
 
 
 def test_wrong_results_are_in_no_figure(tmp_path, monkeypatch, capsys):
@@ -295,35 +276,6 @@ def test_the_sources_are_known_by_names_and_contents(tmp_path):
     files[1].write_text("1")
     files[1].rename(tmp_path / "inner" / "c.py")
     assert digest() != before
-
-
-def test_old_points_keep_their_day_and_command(tmp_path, monkeypatch):
-    points = [Point("a", lambda: {"v": 1}), Point("b", lambda: {"v": 2})]
-    some = silent("x", points)
-
-    def carried_out(day: str, command: str) -> dict:
-        class Day(reproduce.date):
-            @classmethod
-            def today(cls) -> reproduce.date:
-                return cls.fromisoformat(day)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(reproduce, "date", Day)
-            setting = replace(TINY, command=command)
-            assert carry_out(begun(some, tmp_path, setting), setting=setting)
-        return json.loads((tmp_path / "x.json").read_text())
-
-    del points[1]
-    first = carried_out("2026-11-23", "one")
-    assert (first["date"], first["command"]) == ("2026-11-23", "one")
-    points.append(Point("b", lambda: {"v": 2}))
-    both = carried_out("2026-11-24", "two")
-    assert (both["date"], both["command"]) == ("2026-11-23 to 2026-11-24", "one && two")
-    kept = {n: json.loads((tmp_path / "points" / "x" / f"{n}.json").read_text()) for n in "ab"}
-    assert [(k["date"], k["command"]) for k in kept.values()] == [
-        ("2026-11-23", "one"),
-        ("2026-11-24", "two"),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -579,27 +531,6 @@ def test_only_the_first_of_serial_merges_may_begin_before_the_attention_has_ende
     assert relative_error(found, reference(case)) < 2e-3
 
 
-def test_figure_8_says_which_steps_ran():
-    def results(*steps: str) -> dict:
-        """Each step takes half as long as the one before it."""
-        every = {t: 0.5**i for i, t in enumerate(flashforge.STEPS)}
-        return {"a": peers(**{t: every[t] for t in steps})}
-
-    all_steps = results(*flashforge.STEPS)
-    said = flashforge.steps_sentence(all_steps)
-    assert "; tree and division, merged serially: 8.0 to 8.0 times" in said
-    assert "of merging serially over in parallel: 2.00 to 2.00 times" in said
-    lines = flashforge.steps_table(all_steps)
-    assert lines[0] == "Milliseconds of one layer."
-    assert f"| {flashforge.SERIAL} | {flashforge.BOTH} |" in lines[2]
-    before = results(*(t for t in flashforge.STEPS if t != flashforge.SERIAL))
-    said = flashforge.steps_sentence(before)
-    assert "serially" not in said and "no point ran" not in said
-    (note, *_) = flashforge.steps_table(before)
-    assert note.endswith(" Not in this run: tree and division, merged serially.")
-    assert flashforge.steps_sentence(results()).endswith("each step: no point ran")
-
-
 @pytest.mark.parametrize("kernel", [pytest.param(k, marks=ON_GPU) for k in KERNELS])
 def test_the_steps_of_figure_8_on_a_gpu(kernel):
     setting = replace(TINY, device="cuda")
@@ -649,7 +580,6 @@ def test_table_17_is_published_to_the_last_digit_that_the_paper_has():
         stars = points[f"star of {size}"]
         counted = (stars[kind] * deft.GROUP for kind in ("unshared", "distinct"))
         assert [*counted] == [round(t * 1e12) for t in deft.PUBLISHED[f"star of {size}"]]
-    assert "equal to 0.1% in 11 of 15 rows, off in token tree 32 by " in deft.tasks_sentence(points)
 
 
 def test_a_token_tree_is_walked_by_each_tile_of_its_rows():
@@ -895,44 +825,8 @@ def test_figure_6_is_counted_in_a_run_for_every_five_workloads(asked):
     read = [f[m.title]["read"] for f in found for m in methods.COUNTED]
     of_run = range(1, 10 * len(methods.COUNTED) + 1)
     assert read == [*of_run, *of_run[: 2 * len(methods.COUNTED)]]
-    results = {p.name: f for p, f in zip(points, found, strict=False)}
-    assert "| flash-decoding |" in flashforge.dram_table(results)[2]
     asked_names = {layer[1] for layers in asked for layer in layers}
     assert asked_names <= {w.name for w in sets.flashforge(16)}
-
-
-def test_the_layers_of_all_token_trees_are_counted_in_one_run(asked):
-    points = list(deft.count_walks(replace(TINY, device="cuda", tiny=False)))
-    results = {p.name: p.run() for p in points}
-    assert len(set(asked)) == 1
-    assert [f["portable"]["read"] for f in results.values()] == list(range(2, 17, 2))
-    assert [f["ours"]["row_tiles"] for f in results.values()] == [1, 1, 2, 2, 4, 4, 8, 8]
-    assert "up to 16 tiles" in deft.walks_sentence(results)
-
-
-def test_table_14_has_the_time_and_the_use_of_each_method(monkeypatch):
-    monkeypatch.setattr(counters, "available", lambda: True)
-    asked = []
-
-    def use(layers) -> list[dict]:
-        asked.append(layers)
-        return [{"compute": float(i), "memory": 50.0} for i in range(len(layers))]
-
-    def time_methods(setting, w, heads, ways) -> dict:
-        assert w.num_reqs * w.query_len == 64 and w.kv_tokens == 4064
-        return peers(**{m.title: 0.01 for m in ways})
-
-    monkeypatch.setattr(counters, "use", use)
-    monkeypatch.setattr(timing, "time_methods", time_methods)
-    points = list(deft.count_use(replace(TINY, device="cuda", tiny=False)))
-    results = {p.name: p.run() for p in points}
-    assert len(points) == 2 and len(set(asked)) == 1, "one run for both, which is kept"
-    assert [u["compute"] for f in results.values() for u in f["use"].values()] == [*range(6)]
-    table = deft.use_table(results)
-    assert f"| {deft.SPECULATION} | DeFT-Flatten | 10.0 | 1.0% | 50.0% |" in table
-    assert "DeFT-Node 0.0% to 3.0% and 50.0% to 50.0%; " in deft.use_sentence(results)
-    monkeypatch.setattr(counters, "use", lambda layers: [{"failed": "no"}] * len(layers))
-    assert points[0].run() == {"failed": "no"}
 
 
 def test_figure_13_follows_the_largest_sorting_run(tmp_path):
@@ -971,81 +865,12 @@ def test_few_shot_is_added_up_over_all_steps():
     assert deft.time_over_steps(single) == flashforge.time_table(single)
 
 
-def test_table_7_pads_the_prompt_of_the_largest_sorting_run(tmp_path, monkeypatch):
-    setting = replace(TINY, tiny=False, recordings=tmp_path)
-    assert not list(deft.time_prompts(setting)), "there is no recording"
-    nodes = {str(n["id"]): n for n in deft.TWO_THOUGHTS}
-    (tmp_path / "sorting128ToT.json").write_text(json.dumps([{"data": nodes}]))
-    timed = []
-
-    def time_methods(setting, w, heads, ways) -> dict:
-        timed.append(w)
-        times = {"ours": 1.0, "DeFT-Flatten": 2.0, "flash-decoding": w.seq_lens[0] / 1000}
-        assert list(times) == [m.title for m in ways]
-        return peers(**times)
-
-    monkeypatch.setattr(timing, "time_methods", time_methods)
-    results = {p.name: p.run() for p in deft.time_prompts(setting)}
-    # both thoughts have one token of their own at step 1
-    assert [w.seq_lens.tolist() for w in timed] == [[n + 1] * 2 for n in deft.PADDED]
-    said = deft.prompts_sentence(results)
-    assert "DeFT-Flatten: 1000 0.50, 5000 2.50, 8000 4.00, 10000 5.00; ours: 1000 1.00" in said
-    assert deft.with_prompt(deft.TWO_THOUGHTS, 50) == deft.TWO_THOUGHTS
-    assert deft.busiest_step([*deft.TWO_THOUGHTS, {"id": 3, "start": 5, "end": 9}]) == 5
-
-
-def test_figure_13_correlates_the_ratio_with_the_spread():
-    def step(spread: float, node: float) -> dict:
-        times = {"ours": 1.0, "DeFT-Node": node, "DeFT-Flatten": 1.0}
-        return {**peers(**times), "nodes": 3, "spread": spread}
-
-    results = {"step 1": step(1, 1), "step 2": step(2, 2), "step 3": step(3, 3)}
-    assert deft.iterations_sentence(results).endswith(" of the recorded nodes' lengths 1.00")
-    assert "| step 2 | 3 | 2 | 1.0000 | 2.0000 | 1.0000 |" in deft.iterations_table(results)
-    assert "correlation" not in deft.iterations_sentence({"step 1": step(1, 1)})
-
-
-def test_points_of_token_trees_say_whose_they_are(tmp_path, monkeypatch):
-    paths = [[i] for i in range(31)]
-    (tmp_path / "tree_size32.json").write_text(json.dumps({"Tree_Structure": paths}))
-
-    def time_methods(setting, w, heads, ways) -> dict:
-        return {"query_len": w.query_len, **peers(**{m.title: 1.0 for m in ways})}
-
-    monkeypatch.setattr(timing, "time_methods", time_methods)
-    setting = replace(TINY, tiny=False, recordings=tmp_path)
-    points = {p.name: p for p in deft.time_token_trees(setting)}
-    names = [f"{n} tokens x 1, context 2000" for n in (32, 64)]
-    results = {name: points[name].run() for name in names}
-    assert [f["tree"] for f in results.values()] == ["Medusa's", "quaternary"]
-    assert deft.trees_table(results)[0].endswith(f" Quaternary token trees: {names[1]}.")
-    assert deft.trees_table({names[0]: results[names[0]]})[0].endswith(" trees are Medusa's.")
-    chunks = {p.name: p.run() for p in deft.time_chunks(setting)}
-    assert [f.get("tree") for f in chunks.values()] == [None, None, "quaternary", "Medusa's"]
-    del chunks["token tree 64"]["tree"]
-    assert " did not note whether " in deft.trees_table(chunks)[0]
-    for figures in papers_tables.ran("deft-table-16")["points"].values():
-        assert figures["tree"] == "Medusa's"
-
-
 def test_figure_15_compares_both_strategies_at_each_size():
     figures = deft.chunk_bytes(tree("1,50_4000,200"))
     for tokens in deft.CHUNKS:
         node, flat = (figures[title(tokens)] for title in (deft.node_chunk, deft.flatten))
         assert flat["kv"] == node["kv"]
         assert node["partial"] / flat["partial"] == pytest.approx(1, abs=0.06)
-    said = deft.chunks_sentence({"few-shot 50": figures})
-    assert "bytes of Node-Chunk over Flatten at equal sizes: 0.99 to 1.0" in said
-
-    both = {"128 tokens": 3.0, "256 tokens": 2.0, "Flatten, 128 tokens": 1.5, "ours": 1.0}
-    said = deft.chunk_times_sentence({"a": peers(**both)})
-    assert "fastest chunk of Node-Chunk, in tokens: a 256" in said
-    assert "time of Node-Chunk over Flatten at equal sizes: 2.00 to 2.00 times" in said
-    series = deft.chunk_times_series({"a": peers(**both)}).values
-    assert series["a, Flatten"]["128 tokens"] == 1.5 and series["a, Node-Chunk"]["ours"] == 1.0
-    del both["Flatten, 128 tokens"]  # a run from before Flatten took a size
-    assert "Flatten" not in deft.chunk_times_sentence({"a": peers(**both)})
-    assert list(deft.chunk_times_series({"a": peers(**both)}).values) == ["a, Node-Chunk"]
 
 
 def test_every_loss_of_more_than_two_percent_is_counted():
@@ -1058,17 +883,6 @@ def test_every_loss_of_more_than_two_percent_is_counted():
     }
     found = papers_tables.losses(some)
     assert found == {"ahead": [], "level": [], "lost": [(1.5, "b")], "wrong": []}
-    page = papers_tables.losses_table({})
-    assert "| flashforge-figure-5 | 50 | 17 | 1.14 | FlashForge's divider |" in page
-
-
-def test_the_page_names_the_recordings():
-    some = EXPERIMENTS["deft-recorded"]
-    assert some.reads_recordings
-    assert papers_tables.recordings_of(some, {"recordings": "abc"}) == "recordings abc; "
-    assert papers_tables.recordings_of(some, {"recordings": None}) == "no recordings; "
-    assert papers_tables.recordings_of(some, {}) == "recordings of an unknown digest; "
-    assert not papers_tables.recordings_of(EXPERIMENTS["deft-table-6"], {})
 
 
 def test_what_a_program_measures_ends_within_the_seconds_that_minutes_checks():
@@ -1149,68 +963,6 @@ def test_each_of_flashforges_sweeps_is_one_start_of_the_engines(monkeypatch):
         bench_engine.parse([*args, "--breakdown"])
 
 
-def test_ranks_are_as_many_as_gpus(monkeypatch):
-    asked = []
-
-    def ranks(setting, tokens, ranks=2, heads=16) -> dict:
-        asked.append((tokens, ranks, heads))
-        us = {"gather": 10.0, "ring": 10.0 * ranks}
-        return {"ranks": ranks, "us": us, "peak_bytes": {"gather": 0, "ring": heads * 2**20}}
-
-    monkeypatch.setattr(tree_attention, "run_ranks", ranks)
-    for gpus, most in ((2, {2}), (4, {2, 4})):
-        monkeypatch.setattr(tree_attention, "num_gpus", lambda setting, gpus=gpus: gpus)
-        results = {p.name: p.run() for p in tree_attention.time_ranks(Setting("cuda"))}
-        assert {f["ranks"] for f in results.values()} == most
-        assert len(results) == 5 * len(most)
-    said = tree_attention.ranks_sentence(results)
-    assert "on 2 ranks: 2.0 to 2.0 times" in said and "on 4 ranks: 4.0 to 4.0 times" in said
-    del asked[:]
-    peaks = {p.name: p.run() for p in tree_attention.measure_peaks(Setting("cuda"))}
-    assert asked == [(128_000, 2, 16), (128_000, 2, 32)]
-    said = tree_attention.measured_sentence(peaks)
-    assert said.endswith("hidden size 2048: 17 MB, hidden size 4096: 34 MB")
-
-
-def engine_row(name: str, stock: float, ours: float, attention: tuple | None) -> dict:
-    """A row of ``benchmarks.engine``: times of a token, and of attention in a 10 ms step."""
-    profile = attention and {
-        title: {"ms": {"attention": ms, "matrix products": 10 - ms}}
-        for title, ms in zip(("stock", "PREFIX_SHARE"), attention, strict=True)
-    }
-    sides = {"stock": {"ms": stock}, "PREFIX_SHARE": {"ms": ours}}
-    return {"workload": name, "floor_ms": 5.0, "breakdown": profile, **sides}
-
-
-def test_figure_7_has_the_profiled_part_of_attention():
-    some = {
-        "a": engine_row("8k", 12.0, 6.0, (4.0, 1.0)),
-        "b": engine_row("120k", 40.0, 8.0, (9.0, 2.0)),
-    }
-    assert engine.engines_sentence(some).endswith(
-        "attention's part of a decode step's GPU time: stock's 40% to 90% and ours 10% to 20%"
-    )
-    table = engine.engines_table(some)
-    assert (
-        "| 120k | 40.00 | 8.00 | 5.00 | 5.00 | 90% (9.00 of 10.00) | 20% (2.00 of 10.00) |" in table
-    )
-    some["c"] = engine_row("32k", 20.0, 10.0, None)
-    assert "| 32k | 20.00 | 10.00 | 2.00 | 5.00 | - | - |" in engine.engines_table(some)
-    assert "stock's 40% to 90%" in engine.engines_sentence(some)
-
-
-def test_figure_7_estimates_the_part_of_attention_without_a_profile():
-    old = engine_row("8k", 12.0, 6.0, None)
-    del old["breakdown"]
-    for row in (old, engine_row("8k", 12.0, 6.0, None)):
-        assert engine.engines_sentence({"a": row}).endswith(
-            "stock's 58% to 58% and ours 17% to 17%, by an estimate"
-        )
-        assert "| 8k | 12.00 (7.00) | 6.00 (1.00) | 5.00 | 2.00 |" in engine.engines_table(
-            {"a": row}
-        )
-
-
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_findings_need_no_more_than_one_point(name):
     """A run may stop after any of them."""
@@ -1223,48 +975,6 @@ def test_findings_need_no_more_than_one_point(name):
         assert e.ours(some)
         assert e.table is None or any("|" in line for line in e.table(some))
         assert e.series is None or e.series(some).unit
-
-
-def test_a_chart_names_what_it_leaves_out():
-    experiment = EXPERIMENTS["tree-attention-figure-4"]
-    values = {str(i): {"ours": 1.0} for i in range(40)} | {"0": {"ours": 0.0}}
-    chart = papers_tables.chart(replace(experiment, series=lambda _: Series("ms", values)), {})
-    assert chart is not None
-    assert chart.unit == "ms, logarithmic; 4 more points in the table"
-    assert list(chart.values) == [str(i) for i in range(1, 36)], "zero has no place on the axis"
-    nothing = replace(experiment, series=lambda _: Series("ms", {"a": {}}))
-    assert papers_tables.chart(nothing, {}) is None
-    for name, e in EXPERIMENTS.items():
-        if e.series and (result := papers_tables.ran(name)):
-            chart = papers_tables.chart(e, result["points"])
-            assert chart is not None and "more points" not in chart.unit, name
-            assert len(set(colours_of(chart.names).values())) == len(chart.names), name
-
-
-def test_figure_5_names_the_losses_and_takes_the_faster_baseline():
-    def point(ours: float, forge: float, fast: float, faster: float | None = None) -> dict:
-        times = {"ours": ours, flashforge.FORGE: forge}
-        times |= dict(zip(flashforge.BASELINES, (fast, faster), strict=True))
-        found = peers(**{way: ms for way, ms in times.items() if ms})
-        found["peers"]["other"] = {"status": "failed", "reason": "memory"}
-        return found
-
-    results = {
-        "length: a, 32:32": point(2.0, 1.0, 8.0, 6.0),
-        "depth: b, 32:32": point(2.0, 4.0, 4.0),
-        "batch: c, 32:32": point(1.0, 2.0, 80.0, 40.0),
-        "length: a, 32:8": point(1.0, 2.0, 2.0, 3.0),
-    }
-    said = flashforge.time_sentence(results)
-    assert "over ours: 2.0 to 40.0 times" in said
-    assert (
-        "ours with 32:32 heads: 2.50 in the arithmetic mean without the batch sweep and 3.0 at "
-        "most, slower than FlashForge's divider at 1 of 3 points, by up to 100%" in said
-    )
-    assert said.endswith("slower than FlashForge's divider at 0 of 1 points")
-    assert flashforge.FASTER not in results["length: a, 32:32"]["peers"]
-    published = flashforge.time_sentence(papers_tables.ran("flashforge-figure-5")["points"])
-    assert "at 15 of 25 points, by up to 14%" in published and "27.4 times" in published
 
 
 @pytest.mark.parametrize("kernel", ["hopper", "portable"])
@@ -1280,12 +990,3 @@ def test_grouping_changes_no_plan_of_figures_8_and_9(kernel):
             plans.append(planner.update(w.block_table, w.seq_lens, 1).plan)
         for name in ("tile_req_indices", "run_kv_start", "run_kv_end", "work_indptr"):
             assert np.array_equal(*(getattr(plan, name) for plan in plans)), name
-
-
-def test_the_chart_of_figure_5_has_the_papers_heads_in_the_order_of_the_sweeps():
-    series = EXPERIMENTS["flashforge-figure-5"].series(
-        papers_tables.ran("flashforge-figure-5")["points"]
-    )
-    sweeps = [name.partition(":")[0] for name in series.values]
-    assert sweeps == [sweep for sweep in flashforge.SWEEPS for _ in range(5)]
-    assert all(name.endswith("32:32") for name in series.values)

@@ -2,11 +2,9 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-from benchmarks import on_gpu
 from benchmarks.engine import bench as bench_engine
 from benchmarks.kernel import bench as bench_kernel
 from benchmarks.support.results import resumed, write
@@ -92,20 +90,3 @@ def test_an_engine_measures_what_is_left(tmp_path, monkeypatch, capsys):
     result = json.loads((tmp_path / "engine.json").read_text())
     assert {row["name"] for row in result["rows"]} == {"doc4k", "few", "single"}
     assert not result["left_out"]
-
-
-def test_figures_resume_what_their_benchmark_can():
-    def command(name: str) -> str:
-        return on_gpu.figure(name, Path("results"), {}, resume=True).command
-
-    assert command("kernel_fp8").endswith(" --resume")
-    assert command("engine_cascade").endswith(" --resume")
-    assert "--resume" not in command("fidelity")
-
-
-def test_the_baselines_that_no_engine_was_compared_with_have_figures(monkeypatch):
-    monkeypatch.setattr(bench_engine, "check_baseline", lambda parser, args: None)
-    for name in ("flashinfer", "triton_attn", "cascade"):
-        step = on_gpu.figure(f"engine_{name}", Path("results"), {})
-        args = bench_engine.parse(step.command.split()[2:])
-        assert (args.baseline, args.workloads[:2]) == (name, ["doc32k", "docs8k"])
