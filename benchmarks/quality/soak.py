@@ -97,10 +97,9 @@ def leaks(growth: chaos.Growth | None, max_files: int) -> list[str]:
     return found + ([f"{files} more files are open"] if files > max_files else [])
 
 
-def without_sharing(args: argparse.Namespace, shared_steps: int) -> list[str]:
+def without_sharing(shared_steps: int) -> list[str]:
     """The fault of a run that shared nothing, in words."""
-    asked = args.may_not_share or getattr(args, "backend", PREFIX_SHARE) != PREFIX_SHARE
-    return [] if shared_steps or asked else ["no step shared KV"]
+    return [] if shared_steps else ["no step shared KV"]
 
 
 def row_of_growth(held: list[tuple[float, Held]], growth: chaos.Growth | None) -> dict[str, Any]:
@@ -129,10 +128,10 @@ def engine(
 ) -> dict[str, Any]:
     """Run chaos on one variant of the engine. runner: vLLM's model runner; None on a CPU."""
     name = label(f"{variant}, {runner}" if runner else variant, args.divider)
-    path, settings, stock_backend = model.folder, dict(args.settings), STOCK
+    path, settings, stock_backend = model.folder, {}, STOCK
     environment: dict[str, str] = {}
     if runner:
-        settings = {**chaos.GPU_SETTINGS, **settings}
+        settings = dict(chaos.GPU_SETTINGS)
         stock_backend, environment = STOCK_GPU, dict(RUNNERS[runner])
     environment["VLLM_PREFIXSHARE_DIVIDER"] = args.divider
     adapters: list[str | None] = [None]
@@ -145,7 +144,8 @@ def engine(
         for i, prompt in enumerate(chaos.prompts(model.text, args.cases, Random(args.seed)))
     ]
     alone = chaos.spec(stock_backend, path, variant, alone=True, **settings)
-    options: dict[str, Any] = {"batch": args.batch, "max_gap": args.max_gap}
+    max_gap = chaos.GPU_MAX_GAP if has_gpu() else chaos.MAX_GAP
+    options: dict[str, Any] = {"batch": args.batch, "max_gap": max_gap}
     if variant == "drafts" and runner is None:
         # beside sampled requests vLLM 0.32 on a CPU, stock as well, gives greedy ones other tokens,
         # and with a top_k ends in its rejection sampler
@@ -160,8 +160,8 @@ def engine(
         speculation = {"method": "eagle", "model": drafter, "num_speculative_tokens": 3}
         settings["speculative_config"] = speculation
         environment["VLLM_PREFIXSHARE_STRICT"] = "0"  # the drafter's layer falls back
-    spec = chaos.spec(args.backend, path, variant, environment=environment, **settings)
-    report, seconds, ended = chaos.Report(args.max_gap), 0.0, []
+    spec = chaos.spec(PREFIX_SHARE, path, variant, environment=environment, **settings)
+    report, seconds, ended = chaos.Report(max_gap), 0.0, []
     try:
         with EngineProcess(**alone) as stock:
             cases = chaos.answered_alone(stock, cases, args.longest)
@@ -179,7 +179,7 @@ def engine(
         ended = [f"the engine ended: {str(e)[-3000:]}"]
     growth = chaos.grown(report.held)
     wrong = [*report.wrong, *leaks(growth, MAX_FILES), *ended]
-    wrong += without_sharing(args, report.shared_steps)
+    wrong += without_sharing(report.shared_steps)
     result = {**asdict(report), "variant": name, "seconds": seconds, "cases": len(cases)}
     return {**result, **row_of_growth(report.held, growth), "wrong": wrong}
 
@@ -193,7 +193,7 @@ def server(args: argparse.Namespace, model: Model, folder: Path, seed: int) -> d
     options = [f"--max-model-len={SERVER_LEN}", f"--max-num-seqs={most}", "--enforce-eager"]
     # by default vLLM ends the engine at once, and then waits for streams that get no more tokens
     options += ["--shutdown-timeout=120"]
-    options += ["--block-size=32", f"--num-gpu-blocks-override={blocks}", *args.options]
+    options += ["--block-size=32", f"--num-gpu-blocks-override={blocks}"]
     if has_gpu():
         template = folder / "chat.jinja"
         template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
@@ -235,7 +235,7 @@ def server(args: argparse.Namespace, model: Model, folder: Path, seed: int) -> d
     growth = chaos.grown(report.held)
     wrong = [*report.wrong, *ours["wrong"], *server_faults(report, stock.get("report"))]
     wrong += leaks(growth, args.clients)
-    wrong += without_sharing(args, report.counters[f"{PREFIX}shared_steps_total"])
+    wrong += without_sharing(report.counters[f"{PREFIX}shared_steps_total"])
     if failures := report.counters[f"{PREFIX}fallbacks_total"]:
         wrong.append(f"{failures} fallbacks")
     for name in ("exit_status", "left_by_kill"):
@@ -318,10 +318,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             help="on a GPU the default shares nothing of fewer than eight requests, deft_flatten "
             "does",
         )  # fmt: skip
-        add(
-            "--may-not-share", action="store_true",
-            help="a run in which no step shared KV is not wrong",
-        )  # fmt: skip
         if kind == "engine":
             add("--seed", type=int, default=0)
             add("--requests", type=count, default=10_000, help="most of each variant")
@@ -332,9 +328,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             add("--longest", type=count, default=chaos.MAX_LEN, help="most tokens of an answer")
             batch = 48 if has_gpu() else 32
             add("--batch", type=count, default=batch, help="requests between two checks")
-            add("--backend", default=PREFIX_SHARE, help=f"backend to test; {STOCK} for comparison")
-            add("--dtype", help="default: float32, on a GPU float16")
-            add("--max-gap", type=float, help="nats; see docs/fidelity.md")
         else:
             add(
                 "--seeds", "--seed", type=int, nargs="+", default=[0],
@@ -343,15 +336,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             )  # fmt: skip
             clients = 32 if has_gpu() else 8
             add("--clients", type=count, default=clients, help="most requests in flight")
-            add("--options", nargs="*", default=[], help="further options of vllm serve")
             add("--no-stock", action="store_true", help="send stock no invalid requests")
     args = parser.parse_args(argv)
     if args.kind == "engine":
         if args.cases < 5:
             parser.error("--cases must be 5 or more")
-        args.settings = {"dtype": args.dtype} if args.dtype else {}
-        if args.max_gap is None:
-            args.max_gap = chaos.GPU_MAX_GAP if has_gpu() else chaos.MAX_GAP
         if "eagle" in args.variants and not (has_gpu() and args.model is None):
             parser.error("--variants eagle has a drafter for the GPU's default model only")
     if not runs(args):

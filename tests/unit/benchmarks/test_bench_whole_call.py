@@ -1,4 +1,4 @@
-"""``benchmarks.whole_call``: its workloads, what it compares, its client, its tables."""
+"""``benchmarks.whole_call``: its workloads, what it compares, its client."""
 
 import asyncio
 import json
@@ -9,9 +9,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.support import published
 from benchmarks.whole_call import bench as bench_whole_call
-from benchmarks.whole_call import report, serving
+from benchmarks.whole_call import serving
 from benchmarks.whole_call.client import Load, parsed, send
 from benchmarks.whole_call.comparison import compare, compare_served
 from benchmarks.whole_call.measuring import Outcome, digest
@@ -134,14 +133,6 @@ def test_wrong_arguments_are_named(arguments, sentence, capsys):
     assert sentence in capsys.readouterr().err
 
 
-def test_options_of_the_server():
-    settings = {"max_model_len": 5, "enforce_eager": True, "block_size": None, "seed": 0}
-    assert serving.flags({**settings, "compilation_config": {"mode": 0}}) == [
-        "--max-model-len", "5", "--enforce-eager", "--seed", "0",
-        "--compilation-config", '{"mode": 0}',
-    ]  # fmt: skip
-
-
 # -- comparison
 
 
@@ -235,88 +226,6 @@ def test_a_closed_loop_keeps_its_clients_busy():
     assert (found.same_answers, found.faults) == (0.9, ())
     (fault,) = compare_served([replace(a, num_prompt_tokens=8) for a in answers], answers).faults
     assert fault == "10 answers with another num_prompt_tokens"
-
-
-# -- tables
-
-
-def result_of(**workloads: tuple[float, float]) -> dict:
-    names = ("flash_attn", "prefix_share")
-    return {
-        "baseline": "flash_attn",
-        "workloads": [{"name": name, "title": name.upper()} for name in workloads],
-        "rows": {
-            row: {
-                "workloads": {
-                    name: {"seconds": seconds[i], "per_request": name == "host"}
-                    for name, seconds in workloads.items()
-                },
-                "failed": {},
-            }
-            for i, row in enumerate(names)
-        },
-    }
-
-
-def test_the_table_has_gains_and_losses():
-    result = result_of(cached=(9.9, 0.95), unshared=(4.0, 5.0), host=(0.1, 0.0015))
-    del result["rows"]["prefix_share"]["workloads"]["unshared"]
-    assert report.table(result).splitlines() == [
-        "| call | `flash_attn` | `prefix_share` |",
-        "|---|---|---|",
-        "| CACHED | 9.9 s | 0.95 s (10.42) |",
-        "| UNSHARED | 4 s | - |",
-        "| HOST | 100 ms | 1.5 ms (66.67) |",
-    ]
-    assert "5 s (0.80)" in report.table(result_of(unshared=(4.0, 5.0)))
-    assert report.server_table(result) == report.comparison_table(result) == ""
-
-
-def test_host_time_by_part():
-    result = result_of(host=(0.1, 0.0015))
-    assert report.parts_table(result) == ""
-    entry = result["rows"]["prefix_share"]["workloads"]["host"]
-    entry["part_seconds"] = {"tokenization": 0.0004, "hashes": 0.0001}
-    assert report.parts_table(result).splitlines() == [
-        "| ms | row | all | tokenization | hashes |",
-        "|---|---|---|---|---|",
-        "| HOST | `prefix_share` | 1.50 | 0.40 | 0.10 |",
-    ]
-
-
-def test_faults_and_failures_are_named():
-    result = result_of(cached=(9.9, 0.95))
-    row = result["rows"]["prefix_share"]
-    assert report.faults(result) == []
-    row["workloads"]["cached"]["baseline"] = {"same_answers": 0.5, "faults": ["run 0: odd"]}
-    row["failed"]["server"] = "it ended"
-    assert report.faults(result) == [
-        "prefix_share, cached, baseline: run 0: odd",
-        "prefix_share, server: it ended",
-    ]
-    assert "| CACHED | 50% |" in report.comparison_table(result)
-
-
-def test_a_published_run_has_its_page_and_its_table_in_the_docs(monkeypatch):
-    from benchmarks import tables
-
-    result = {
-        **result_of(cached=(9.9, 0.95)),
-        "command": "python -m benchmarks.whole_call",
-        "device": "a GPU",
-        "model": "a model",
-        "versions": {"vllm": "0.33.0"},
-        "repeats": 2,
-        "left_out": {"prefix_share_fastokens": "the package fastokens is not installed"},
-    }
-    monkeypatch.setattr(published, "exists", lambda name: name == "whole_call")
-    monkeypatch.setattr(published, "load", {"whole_call": result}.__getitem__)
-    page = tables.page_text(tables.PAGES["whole_call.md"])
-    for text in (page, report.whole_call_table(result)):
-        assert "| CACHED | 9.9 s | 0.95 s (10.42) |" in text
-    assert "`prefix_share_fastokens` left out: the package fastokens is not installed." in page
-    assert "## Server\n\nNot measured in this run." in page
-    assert "## Host time" not in page
 
 
 # -- the whole

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.engine import bench as bench_engine
-from benchmarks.engine import breakdown, report
+from benchmarks.engine import breakdown
 from benchmarks.engine.breakdown import ATTENTION, OTHER, PRODUCTS, WRITTEN
 from benchmarks.engine.workloads import SWEEP
 from vllm_prefixshare import PrefixShareError
@@ -181,23 +181,6 @@ def test_a_step_goes_on_without_its_profile(runner, monkeypatch):
     assert len(runner.done) == breakdown.TOKENS
 
 
-def test_a_profile_without_attention_is_none(runner, monkeypatch):
-    monkeypatch.setattr(breakdown, "kind_of", lambda name: OTHER)
-    profiler = breakdown.StepProfiler(runner, 1)
-    for _ in range(breakdown.TOKENS):
-        runner.step(1)
-    assert profiler.end()["failed"].startswith("no attention among the kernels")
-
-
-def test_a_wrapper_that_was_there_stays():
-    runner = Runner()
-    inner = runner.execute_model
-    runner.execute_model = lambda scheduled: inner(scheduled)  # type: ignore[method-assign]
-    before = runner.execute_model
-    breakdown.StepProfiler(runner, 1).end()
-    assert vars(runner)["execute_model"] is before
-
-
 class Engine:
     """Stands in for an ``EngineProcess``; its worker is asked for a profile."""
 
@@ -241,16 +224,8 @@ def test_each_engine_is_profiled_on_cached_documents(bench):
         ]
     assert breakdown.attention_ms(row, "stock") == (12.0, 16.0)
     assert breakdown.attention_ms(row, "PREFIX_SHARE") == (1.0, 5.0)
-    line = report.breakdown_line(row)
-    assert line.startswith("a title: GPU ms of a step (launches): stock attention 12.00 (1), ")
-    assert "; ours attention 1.00 (1), KV written 0.00 (0), matrix products 4.00 (1), " in line
     with pytest.raises(PrefixShareError, match="PREFIX_SHARE: OSError: no CUPTI"):
         bench(12.0, None).breakdown("sweep8k")
-
-
-@pytest.mark.parametrize("row", [{}, {"breakdown": None}])
-def test_rows_without_a_profile_have_no_attention(row):
-    assert breakdown.attention_ms(row, "stock") is None
 
 
 def test_the_sweep_runs_when_it_is_named_and_fits(capsys):

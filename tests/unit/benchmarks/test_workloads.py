@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.kernel import bench as bench_kernel
-from benchmarks.kernel import report as kernel_report
 from benchmarks.peers import Case, Options, UnavailableError, make
 from benchmarks.peers.flashinfer_peers import levels_of, page_arrays, token_tree_mask
 from benchmarks.support.trees import Workload, forest, tree
@@ -373,39 +372,6 @@ def test_the_harness_refuses_a_mistake(arguments, sentence):
     assert done.returncode == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def ok(ms: float, error: float = 0.002) -> dict[str, object]:
-    return {"status": "ok", "ms": ms, "error": error, "graph": True, "roofline": 0.1 / ms}
-
-
-def test_the_summary_names_what_is_lost_and_what_is_wrong():
-    cell = {"workload": "t", "heads": "32:8", "roof_ms": 0.1}
-    result = {
-        "titles": {"ours": "ours", "fa3": "FA3", "pat": "PAT"},
-        "cells": [
-            {**cell, "peers": {"ours": ok(0.2), "fa3": ok(0.4), "pat": ok(0.3)}},
-            {
-                **cell,
-                "workload": "u",
-                "peers": {
-                    "ours": ok(0.12, 0.004),
-                    "fa3": ok(0.09),
-                    "pat": {"status": "wrong", "ms": 0.01, "error": None},
-                },
-            },
-        ],
-    }
-    text = kernel_report.summary(result)
-    mean = (0.3 / 0.2 * 0.09 / 0.12) ** 0.5
-    assert f"ours: {mean:.3f}x the best peer in the geometric mean of 2 cells (32:8" in text
-    assert "), 1 lost" in text
-    assert "  u 32:8: 0.12, FA3 0.09" in text
-    assert "ours: 1 of 2 cells with a roof of 0.1 ms or more reach 80%" in text
-    assert "  t 32:8: 50% of 0.1000 ms" in text
-    assert "  u 32:8: 0.0040, FA3 0.0020" in text
-    assert text.splitlines()[-1] == "BAD: u 32:8: PAT is wrong (relative error None)"
-    assert kernel_report.best_peer(result["cells"][1]) == ("fa3", 0.09)
 
 
 def test_a_workload_is_the_same_each_time():
