@@ -123,7 +123,6 @@ PAGES = {
         "Fidelity and soak tests",
         "[Fidelity](../../docs/fidelity.md) explains these tables.",
         (
-            Section("Differences from FLASH_ATTN", "fidelity", quality.fidelity_table),
             Section("Accuracy with a real model", "fidelity_cpu", quality.accuracy_table),
             Section("Soak tests", "soak_server", quality.soak_table),
         ),

@@ -5,23 +5,20 @@ difference between vLLM's own TRITON_ATTN and FLASH_ATTN on the same prompts, wh
 document:
 
 - greedy: each engine decodes freely; texts are compared up to their first difference,
-- forced: each engine decodes a given text, so all its tokens can be compared; perplexity;
-- with a real model, ``accuracy.py``: questions, copies of prompts, sampled tokens.
+- forced: each engine decodes the continuation of a fixed text, so all its tokens can be compared;
+  perplexity;
+- ``accuracy.py``: questions, copies of prompts, sampled tokens.
 
-With real weights (--model), the forced text is the continuation of a fixed text. With random
-weights of the Llama-3.1-8B shape, it is the greedy answers of the first backend. The exit status is
-1 if PREFIX_SHARE differs from the first backend by more than the others do, plus the tolerances
-below.
+The fixed text is the pages of docs/. The exit status is 1 if PREFIX_SHARE differs from the first
+backend by more than the others do, plus the tolerances below.
 
-    python -m benchmarks.quality.fidelity --model FOLDER --out benchmarks/published/fidelity.json
-    python -m benchmarks.quality.fidelity --cpu --out benchmarks/published/fidelity_cpu.json
+    python -m benchmarks.quality.fidelity --model FOLDER --out fidelity_gpu.json
+    python -m benchmarks.quality.fidelity --cpu --out fidelity_cpu.json
 """
 
 import argparse
 import hashlib
-import math
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,14 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.engine.launch import RANDOM_WEIGHTS
 from benchmarks.quality import accuracy
-from benchmarks.quality.tables import fidelity_table
 from benchmarks.support.option_types import count
 from benchmarks.support.program import ROOT, add_out, make_parser, one_sentence, recorded_command
 from benchmarks.support.results import versions, write
 from examples.embedded_model import embedded_model_path
-from tests.support.dummy_model import write_llama_8b
 from tests.support.engine import PREFIX_SHARE, RUNNERS, STOCK, EngineProcess
 from tests.support.engine_steps import (
     FORCED_TOKENS,
@@ -54,16 +48,12 @@ BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", PREFIX_SHARE)
 #: ``--cpu``: a quarter of an hour on two cores, with the embedded model.
 CPU = {
     "backends": (STOCK, PREFIX_SHARE),
-    "no_random": True,
     "document": 512,
     "own": 32,
     "forced": 48,
     "tokens": 48,
-    "concurrent": 16,
     "most": 16,
 }
-LLAMA_VOCAB = 128256
-
 #: By how much PREFIX_SHARE's difference may exceed the largest of the others. One step of bfloat16
 #: logits between 16 and 32, in nats: for the gap at a first difference and for single tokens.
 STEP = 0.125
@@ -75,10 +65,10 @@ PERPLEXITY = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Prompts, and the text that each must decode; None to use stock's answers as text."""
+    """Prompts, and the text that each must decode."""
 
     prompts: list[list[int]]
-    forced: list[list[int]] | None
+    forced: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +83,6 @@ class Difference:
     perplexity, perplexity_stock: perplexity of the forced text.
     """
 
-    model: str
     backend: str
     tokens: int
     equal: int
@@ -101,46 +90,32 @@ class Difference:
     gap: float
     mean: float
     largest: float
-    forced_tokens: int = 0
-    forced_mean: float = 0.0
-    forced_largest: float = 0.0
-    perplexity: float = math.nan
-    perplexity_stock: float = math.nan
+    forced_tokens: int
+    forced_mean: float
+    forced_largest: float
+    perplexity: float
+    perplexity_stock: float
 
     @property
     def perplexity_change(self) -> float:
         return self.perplexity / self.perplexity_stock - 1
 
 
-def text_batch(model: Path, files: Sequence[Path], args: argparse.Namespace) -> Batch:
+def text_batch(model: Path, text: str, args: argparse.Namespace) -> Batch:
     """Prompts that share the start of a text and continue at different places in the rest."""
     from transformers import AutoTokenizer
 
-    text = "\n\n".join(file.read_text() for file in files)
     ids = AutoTokenizer.from_pretrained(model).encode(text)
     document, rest = ids[: args.document], ids[args.document :]
     length = args.own + args.forced
     count = min(args.most, len(rest) // length)
     if count < 2:
         raise PrefixShareError(
-            f"--text has {len(ids)} tokens: {args.document + 2 * length} are needed, or smaller "
-            "--document, --own and --forced."
+            f"docs/ has {len(ids)} tokens: {args.document + 2 * length} are needed, or "
+            "smaller --document, --own and --forced."
         )
     parts = [rest[i * length : (i + 1) * length] for i in range(count)]
     return Batch([document + p[: args.own] for p in parts], [p[args.own :] for p in parts])
-
-
-def random_batch(args: argparse.Namespace) -> Batch:
-    rng = np.random.default_rng(0)
-    document = rng.integers(0, LLAMA_VOCAB, args.document).tolist()
-    own = rng.integers(0, LLAMA_VOCAB, (args.requests, args.own)).tolist()
-    return Batch([document + o for o in own], None)
-
-
-def randomize(llm: Any) -> None:
-    """For ``EngineProcess.call``: draw random weights with which attention affects tokens."""
-    llm.collective_rpc("randomize_weights")
-    llm.reset_prefix_cache()
 
 
 def greedy(engine: EngineProcess, prompts: list[list[int]], tokens: int) -> Run:
@@ -165,7 +140,8 @@ def forced(engine: EngineProcess, prompts: list[list[int]], texts: Sequence[Sequ
     return run
 
 
-def compare_greedy(model: str, backend: str, other: Run, stock: Run) -> Difference:
+def compare_greedy(other: Run, stock: Run) -> dict[str, Any]:
+    """The fields of ``Difference`` for the free answers."""
     equal, parted, gap = 0, 0, 0.0
     differences = []
     for a, b in zip(other.completions, stock.completions, strict=True):
@@ -180,7 +156,14 @@ def compare_greedy(model: str, backend: str, other: Run, stock: Run) -> Differen
     size = np.abs(np.concatenate(differences))
     tokens = sum(len(c.token_ids) for c in stock.completions)
     mean, largest = (float(size.mean()), float(size.max())) if len(size) else (0.0, 0.0)
-    return Difference(model, backend, tokens, equal, parted, gap, mean, largest)
+    return {
+        "tokens": tokens,
+        "equal": equal,
+        "parted": parted,
+        "gap": gap,
+        "mean": mean,
+        "largest": largest,
+    }
 
 
 def compare_forced(other: Run, stock: Run) -> dict[str, Any]:
@@ -200,74 +183,58 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     longest = args.document + args.own + max(args.tokens, args.forced)
     settings: dict[str, Any] = {
         "max_model_len": max(1024, 16 * (longest // 16 + 1)),
-        "max_num_seqs": args.concurrent,
+        "max_num_seqs": 32 if torch.cuda.is_available() else 16,
+        "logits_processors": [FORCED_TOKENS],
         "environment": {"VLLM_PREFIXSHARE_SHARE": "always", "VLLM_PREFIXSHARE_STRICT": "1"},
     }
     if args.dtype:
         settings["dtype"] = args.dtype
     if torch.cuda.is_available():
-        settings["environment"] |= RUNNERS[args.runner.upper()]
-        settings |= {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": args.kv_gib << 30}
+        settings["environment"] |= RUNNERS["V1"]
+        settings |= {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 4 << 30}
     else:
         settings["enforce_eager"] = True
-    if args.runner == "v1":
-        settings["logits_processors"] = [FORCED_TOKENS]
     return settings
 
 
 def measure(
-    name: str, model: Path, batch: Batch, random: bool, args: argparse.Namespace
+    model: Path, batch: Batch, args: argparse.Namespace
 ) -> tuple[list[Difference], dict[str, float], list[dict[str, Any]]]:
-    """All backends on one model: the differences, PREFIX_SHARE's counters of both runs and, for a
-    real model, the results of ``accuracy`` for each backend.
+    """All backends: the differences, PREFIX_SHARE's counters of both runs, and the results of
+    ``accuracy`` for each backend.
     """
     settings = engine_settings(args)
-    if random:
-        settings |= RANDOM_WEIGHTS
     specs = [{"backend": backend, "model": model, **settings} for backend in args.backends]
     with start_engines(*specs) as engines:
-        if random:
-            for engine in engines:
-                engine.call(randomize)
         free = [greedy(engine, batch.prompts, args.tokens) for engine in engines]
+        last = [forced(engine, batch.prompts, batch.forced) for engine in engines]
         rows = [
-            compare_greedy(name, backend, run, free[0])
-            for backend, run in zip(args.backends[1:], free[1:], strict=True)
+            Difference(backend, **compare_greedy(a, free[0]), **compare_forced(b, last[0]))
+            for backend, a, b in zip(args.backends[1:], free[1:], last[1:], strict=True)
         ]
-        last = free
-        if args.runner == "v1":
-            texts = batch.forced or [c.token_ids for c in free[0].completions]
-            last = [forced(engine, batch.prompts, texts) for engine in engines]
-            rows = [
-                Difference(**{**asdict(row), **compare_forced(run, last[0])})
-                for row, run in zip(rows, last[1:], strict=True)
-            ]
         found = []
-        if not random:
-            asked = accuracy.ask(engines, model, batch.prompts, args.tokens)
-            for backend, run, text, answers in zip(args.backends, free, last, asked, strict=True):
-                runs = (run, free[0], text, last[0])
-                compared = accuracy.compare(*(r.completions for r in runs))
-                found.append({"backend": backend, **compared, **answers})
+        asked = accuracy.ask(engines, model, batch.prompts, args.tokens)
+        for backend, run, text, answers in zip(args.backends, free, last, asked, strict=True):
+            runs = (run, free[0], text, last[0])
+            compared = accuracy.compare(*(r.completions for r in runs))
+            found.append({"backend": backend, **compared, **answers})
     counters = {"greedy": free[-1].stats, "forced": last[-1].stats}
     for kind, stats in counters.items():
         if not stats.get("shared_steps"):
-            raise RuntimeError(f"{name}, {kind}: {args.backends[-1]} shared nothing: {stats}")
+            raise RuntimeError(f"{kind}: {args.backends[-1]} shared nothing: {stats}")
     keys = ("decode_steps", "shared_steps", "plans", "kv_tokens_read", "kv_tokens_stock")
     return rows, {f"{kind}_{key}": s[key] for kind, s in counters.items() for key in keys}, found
 
 
-def complaints(rows: Sequence[Difference], random: bool) -> list[str]:
-    """Where PREFIX_SHARE, the last of a model's rows, differs by more than the others do. With
-    random weights perplexity means nothing, because the text was stock's own choice.
-    """
+def complaints(rows: Sequence[Difference]) -> list[str]:
+    """Where PREFIX_SHARE, the last row, differs by more than the others do."""
     *others, ours = rows
     found = []
 
     def within(what: str, slack: float, share: float = 0.0) -> None:
         allowed = (1 + share) * max((getattr(o, what) for o in others), default=0.0) + slack
         if not getattr(ours, what) <= allowed:
-            found.append(f"{ours.model}: {what} {getattr(ours, what):.4f}, allowed {allowed:.4f}")
+            found.append(f"{what} {getattr(ours, what):.4f}, allowed {allowed:.4f}")
 
     if not others:  # on a CPU there is no other backend to compare with
         within("gap", 2 * STEP)
@@ -275,11 +242,10 @@ def complaints(rows: Sequence[Difference], random: bool) -> list[str]:
     within("gap", STEP)
     within("largest", STEP)
     within("mean", MEAN_NATS, MEAN_SHARE)
-    if ours.forced_tokens:
-        within("forced_largest", STEP)
-        within("forced_mean", MEAN_NATS, MEAN_SHARE)
-        if not random and not abs(ours.perplexity_change) <= PERPLEXITY:
-            found.append(f"{ours.model}: perplexity differs by {ours.perplexity_change:+.3%}")
+    within("forced_largest", STEP)
+    within("forced_mean", MEAN_NATS, MEAN_SHARE)
+    if not abs(ours.perplexity_change) <= PERPLEXITY:
+        found.append(f"perplexity differs by {ours.perplexity_change:+.3%}")
     return found
 
 
@@ -287,57 +253,33 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = make_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder of a real model")
-    add("--no-random", action="store_true", help="leave out random weights of the 8B shape")
     add("--cpu", action="store_true", help=f"on a CPU, the embedded model: {CPU}")
-    add("--backends", nargs="+", default=BACKENDS, help="the first is stock, the last is tested")
-    add("--text", type=Path, nargs="+", help="fixed text (default: the pages of docs/)")
     add("--document", type=count, default=2048, help="tokens that all prompts share")
     add("--own", type=count, default=64, help="private tokens of each prompt")
     add("--forced", type=count, default=448, help="tokens of fixed text for each request to decode")
     add("--tokens", type=count, default=160, help="greedy tokens of each request")
-    add("--most", type=count, default=32, help="requests of the real model; fewer if --text ends")
-    add("--concurrent", type=count, default=32, help="requests that an engine serves at once")
-    add("--requests", type=count, default=16, help="requests to the random model")
-    add("--runner", choices=("v1", "v2"), default="v1", help="v2: greedy only, no forced text")
+    add("--most", type=count, default=32, help="requests; fewer if the text ends")
     add("--dtype", help="default: the model's own")
-    add("--kv-gib", type=count, default=4, help="KV cache of each engine on a GPU")
     add_out(parser)
+    parser.set_defaults(backends=BACKENDS)
     args, _ = parser.parse_known_args(argv)
     if args.cpu:
         parser.set_defaults(**CPU)
     args = parser.parse_args(argv)
-    if len(args.backends) < 2:
-        parser.error("--backends needs two names or more")
-    if args.no_random and args.model is None and not args.cpu:
-        parser.error("nothing to do: give --model, or leave out --no-random")
-    args.text = args.text or sorted((ROOT / "docs").rglob("*.md"))
+    if args.cpu and args.model is None:
+        args.model = embedded_model_path()
+    if args.model is None:
+        parser.error("give --model, or --cpu for the embedded model")
     return args
 
 
 @one_sentence(PROGRAM)
 def main() -> int:
     args = parse()
-    rows: list[Difference] = []
-    wrong: list[str] = []
-    counters = {}
-    asked: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        cases: list[tuple[str, Path, Batch, bool]] = []
-        if args.cpu and args.model is None:
-            args.model = embedded_model_path()
-        if args.model:
-            batch = text_batch(args.model, args.text, args)
-            cases.append((args.model.name, args.model, batch, False))
-        if not args.no_random:
-            model = write_llama_8b(Path(folder) / "llama-8b")
-            cases.append(("8B, random", model, random_batch(args), True))
-        for name, model, batch, random in cases:
-            found, counters[name], answers = measure(name, model, batch, random, args)
-            rows += found
-            wrong += complaints(found, random)
-            asked += answers
-            print(*answers, sep="\n", flush=True)
-    text = "\n\n".join(file.read_text() for file in args.text)
+    text = "\n\n".join(file.read_text() for file in sorted((ROOT / "docs").rglob("*.md")))
+    batch = text_batch(args.model, text, args)
+    rows, counters, asked = measure(args.model, batch, args)
+    wrong = complaints(rows)
     result = {
         "command": recorded_command(PROGRAM),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else processor(),
@@ -345,21 +287,19 @@ def main() -> int:
         "versions": versions(),
         "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "reference": args.backends[0],
-        "runner": args.runner,
         "tolerances": {
             "step": STEP,
             "mean_share": MEAN_SHARE,
             "mean_nats": MEAN_NATS,
             "perplexity": PERPLEXITY,
         },
-        # values that were not measured become null: JSON has no NaN
-        "rows": [{k: None if v != v else v for k, v in asdict(row).items()} for row in rows],
+        "rows": [asdict(row) for row in rows],
         "accuracy": asked,
-        "counters": counters,
+        "counters": {args.model.name: counters},
         "too_large": wrong,
     }
     write(args.out, result)
-    print(f"\n{fidelity_table(result)}")
+    print(*asked, sep="\n")
     for complaint in wrong:
         print(f"too large: {complaint}")
     return 1 if wrong else 0

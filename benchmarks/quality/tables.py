@@ -21,38 +21,6 @@ SOAKS = (
 )  # fmt: skip
 
 
-def fidelity_table(result: Result) -> str:
-    """One line per backend: its difference from FLASH_ATTN."""
-    rows = []
-    for row in result["rows"]:
-        perplexity = "-"
-        if row["perplexity"] is not None:
-            change = row["perplexity"] / row["perplexity_stock"] - 1
-            perplexity = f"{row['perplexity']:.3f} ({change:+.3%})"
-        rows.append(
-            (
-                row["model"],
-                row["backend"],
-                f"{row['equal']} of {row['tokens']}",
-                f"{row['gap']:.3f}",
-                row["forced_tokens"],
-                f"{row['forced_mean']:.4f}",
-                f"{row['forced_largest']:.4f}",
-                perplexity,
-            )
-        )
-    how = (
-        f"{result['device']}; {versions(result)}; runner {result['runner'].upper()}. "
-        f"`{result['command']}`: differences from {result['reference']} on the same prompts, which "
-        "share a document; of log-probabilities, in nats."
-    )
-    header = (
-        "model | backend | greedy tokens before texts diverge | baseline's largest lead there "
-        "| tokens decoded along a given text | mean difference | largest | perplexity"
-    )
-    return "\n".join([how, "", *table(header, rows)])
-
-
 def interval(of: list[float], form: str) -> str:
     """A value and its interval."""
     value, low, high = (format(x, form) for x in of)

@@ -65,7 +65,7 @@ def test_figures_are_taken_again_by_their_published_commands(tmp_path):
 def test_figures_resume_what_their_benchmark_can(tmp_path):
     for name in ("kernel_fp8", "engine_cascade"):
         assert on_gpu.figure(name, tmp_path, {}, resume=True)[-1] == "--resume"
-    assert "--resume" not in on_gpu.figure("fidelity", tmp_path, {}, resume=True)
+    assert "--resume" not in on_gpu.figure("fidelity_gpu", tmp_path, {}, resume=True)
 
 
 @pytest.mark.parametrize("name", ["nope", "startup"])
