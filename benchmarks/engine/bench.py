@@ -197,10 +197,7 @@ class Bench:
         sampling = {"n": work.GRPO_SAMPLES, "temperature": 1.0, **SAMPLING}
         prompts = w.cached_prompts(self.vocab)
         num_reqs = len(w.leaves) * work.GRPO_SAMPLES
-        found = self.alternate(
-            lambda e: [e.generate(prompts, tokens, together=True, **sampling)],
-            self.args.trace_repeats,
-        )
+        found = self.alternate(lambda e: [e.generate(prompts, tokens, together=True, **sampling)])
         row = report.make_row(f"{w.title} + {tokens}", num_reqs, tokens, found, "whole call")
         if any(row[name]["preemptions"] for name in self.engines):
             return row  # no floor, because the requests did not decode all at once
@@ -220,29 +217,23 @@ class Bench:
 
             return work.replay_thoughts(trees, generate, self.vocab)
 
-        found = self.alternate(replay, self.args.trace_repeats)
+        found = self.alternate(replay)
         branches = max(len(b.answers) for b in found[STOCK])
         title = f"DeFT {file.stem}, {len(trees)} trees"
         return report.make_row(title, branches, tokens, found, "whole call")
 
-    def alternate(
-        self, run: Callable[[EngineProcess], list[Batch]], repeats: int
-    ) -> dict[str, list[Batch]]:
-        """Call ``run`` on both engines in turns, each time with an empty prefix cache; at the same
-        time if each engine has its own GPUs.
+    def alternate(self, run: Callable[[EngineProcess], list[Batch]]) -> dict[str, list[Batch]]:
+        """Call ``run`` on both engines in turn, with an empty prefix cache; at the same time if
+        each engine has its own GPUs.
         """
 
         def one(engine: EngineProcess) -> list[Batch]:
             engine.reset_prefix_cache()
             return run(engine)
 
-        found: dict[str, list[Batch]] = {name: [] for name in self.engines}
         with ThreadPoolExecutor(len(self.engines) if self.args.apart else 1) as pool:
-            for _ in range(repeats):
-                runs = {name: pool.submit(one, engine) for name, engine in self.engines.items()}
-                for name, batches in runs.items():
-                    found[name] += batches.result()
-        return found
+            runs = {name: pool.submit(one, engine) for name, engine in self.engines.items()}
+            return {name: batches.result() for name, batches in runs.items()}
 
     def floor(self, num_reqs: int) -> float:
         """Milliseconds per token of ``num_reqs`` requests with hardly any context."""
@@ -431,7 +422,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="profile the kernels of a decode step in runs of their own (shared documents)",
     )
-    add("--trace-repeats", type=count, default=1, help="timed runs of the other workloads")
     # more than fits on one H200 beside another engine, so that both pre-empt
     add("--grpo-tokens", type=count, default=4096, help="output tokens of each GRPO sample")
     add("--deft", type=Path, nargs="+", help="DeFT's recorded *ToT.json, a row for each")
@@ -536,7 +526,6 @@ def header(args: argparse.Namespace) -> Row:
         "model": args.model.name if args.model else described(args),
         "baseline": args.baseline,
         "repeats": args.repeats,
-        "trace_repeats": args.trace_repeats,
         "bandwidth_tbs": args.bandwidth_tbs,
         "max_gap": args.max_gap,
         "scale": args.scale,

@@ -73,6 +73,8 @@ Entry = dict[str, Any]
 #: Untimed workloads that compare rows in batches of the same composition.
 TOGETHER, ALONE = "together", "server_alone"
 NUM_TOGETHER, TOGETHER_TOKENS = 16, 32
+#: Requests of a client of the server.
+PER_CLIENT = 4
 CHOICES = (*OFFLINE, *HOST, SERVER)
 #: Workloads whose batches have the same composition in every row. In one process, rows of
 #: the same backend also give the same tokens; two servers of unmodified vLLM may not.
@@ -204,7 +206,7 @@ class Bench:
 
         def bodies(seed: int, count: int, tokens: int) -> list[dict[str, Any]]:
             questions = (question(text, seed, i) for i in range(count))
-            return [serving.body_of(text, q, tokens, args.server_chat) for q in questions]
+            return [serving.body_of(text, q, tokens) for q in questions]
 
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "server.log")
@@ -212,16 +214,13 @@ class Bench:
             with serving.server(self._model, backend, environment, settings, log) as url:
                 if self._dummy:
                     serving.post(f"{url}/collective_rpc", {"method": "randomize_weights"})
-                outcome = serving.alone(
-                    url, bodies(2000, serving.NUM_ALONE, TOGETHER_TOKENS), args.server_chat
-                )
+                outcome = serving.alone(url, bodies(2000, serving.NUM_ALONE, TOGETHER_TOKENS))
                 self._add(name, ALONE, entry_of([outcome]), [outcome])
                 for number, clients in enumerate(args.clients):
                     warm_up = bodies(2100 + number, clients, 4)
-                    serving.under_load(url, warm_up, clients, args.server_chat)
-                    count = clients * args.requests_per_client
-                    asked = bodies(2200 + number, count, args.tokens)
-                    served = serving.under_load(url, asked, clients, args.server_chat)
+                    serving.under_load(url, warm_up, clients)
+                    asked = bodies(2200 + number, clients * PER_CLIENT, args.tokens)
+                    served = serving.under_load(url, asked, clients)
                     entry = {**serving.figures(served), "per_request": False}
                     self._add(name, f"{SERVER}{clients}", entry, served)
 
@@ -311,12 +310,10 @@ def titles(args: argparse.Namespace, workloads: Workloads) -> list[dict[str, str
     found = {TOGETHER: f"{NUM_TOGETHER} questions queued together, {TOGETHER_TOKENS} tokens"}
     for name, kind in WORKLOADS.items():
         found[name] = kind.title.format(workloads.count(kind.number))
-    endpoint = "chat" if args.server_chat else "completions"
     found[ALONE] = f"`vllm serve`, {serving.NUM_ALONE} requests one by one"
     for clients in args.clients:
-        requests = clients * args.requests_per_client
         found[f"{SERVER}{clients}"] = (
-            f"`vllm serve`, {endpoint}, {clients} clients, {requests} requests"
+            f"`vllm serve`, completions, {clients} clients, {clients * PER_CLIENT} requests"
         )
     return [{"name": name, "title": title} for name, title in found.items()]
 
@@ -406,8 +403,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--repeats", type=count, default=2, help="measured runs after the first")
     add("--scale", type=positive, default=1.0, help="factor for the number of requests")
     add("--clients", type=several(count), default="64,8", help="a load for each number")
-    add("--requests-per-client", type=count, default=4)
-    add("--server-chat", action="store_true", help="chat completions instead of completions")
     add("--lanes", type=count, default=1, metavar="GPUS", help="rows side by side, one GPU each")
     add("--memory", type=float, default=0.9, help="part of the GPU's memory")
     add("--max-model-len", type=int, help="default: the longest request")

@@ -72,12 +72,8 @@ def parsed(sent: float, pieces: list[tuple[float, bytes]]) -> Served:
                 raise ValueError(str(message["error"]))
             usage = message.get("usage") or usage
             for choice in message.get("choices", ()):
-                delta = choice.get("delta")
-                text = choice["text"] if delta is None else delta.get("content") or ""
-                if delta is not None and "role" in delta and not text:
-                    continue  # a chat's stream begins with a message without a token
                 times.append(at)
-                texts.append(text)
+                texts.append(choice["text"])
     if not usage or not times:
         raise ValueError(f"an incomplete stream: {rest[:200]!r}")
     details = usage.get("prompt_tokens_details") or {}

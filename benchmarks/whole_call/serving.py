@@ -20,6 +20,7 @@ from tests.support.engine import DEFAULT_ENVIRONMENT
 from tests.support.serving import NAME, server_process
 from vllm_prefixshare import PrefixShareError
 
+COMPLETIONS = "/v1/completions"
 #: Requests that are answered one by one, to compare rows in batches of the same composition.
 NUM_ALONE = 4
 #: Seconds within which a server must start and one request must be answered.
@@ -82,56 +83,43 @@ def post(url: str, body: Mapping[str, Any]) -> Any:
         return json.load(answer)
 
 
-def path_of(chat: bool) -> str:
-    return "/v1/chat/completions" if chat else "/v1/completions"
-
-
-def body_of(document: str, question: str, tokens: int, chat: bool) -> dict[str, Any]:
+def body_of(document: str, question: str, tokens: int) -> dict[str, Any]:
     """A request about a document, not streamed."""
-    if chat:
-        messages = [("system", f"Answer from this document.\n\n{document}"), ("user", question)]
-        prompt: dict[str, Any] = {
-            "messages": [{"role": role, "content": text} for role, text in messages]
-        }
-    else:
-        prompt = {"prompt": f"{document}\n\n{question}\nAnswer:"}
     return {
-        "model": NAME, **prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-    }  # fmt: skip
+        "model": NAME,
+        "prompt": f"{document}\n\n{question}\nAnswer:",
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
 
 
-def alone(url: str, bodies: Sequence[Mapping[str, Any]], chat: bool) -> Outcome:
+def alone(url: str, bodies: Sequence[Mapping[str, Any]]) -> Outcome:
     """Answers to requests that are sent one after the other, with token ids."""
     began = time.perf_counter()
-    answers = [post(url + path_of(chat), {**body, "return_token_ids": True}) for body in bodies]
+    answers = [post(url + COMPLETIONS, {**body, "return_token_ids": True}) for body in bodies]
     seconds = time.perf_counter() - began
     choices = [answer["choices"][0] for answer in answers]
-    # the prompt's ids belong to the choice of a completion, but to a chat's whole answer
-    prompts = [
-        answer["prompt_token_ids"] if chat else choice["prompt_token_ids"]
-        for answer, choice in zip(answers, choices, strict=True)
-    ]
+    prompts = [choice["prompt_token_ids"] for choice in choices]
     details = [answer["usage"].get("prompt_tokens_details") or {} for answer in answers]
     return Outcome(
         seconds=seconds,
         prompt_digests=tuple(map(digest, prompts)),
         token_ids=tuple(tuple(choice["token_ids"]) for choice in choices),
-        texts=tuple(c["message"]["content"] if chat else c["text"] for c in choices),
+        texts=tuple(choice["text"] for choice in choices),
         num_prompt_tokens=tuple(map(len, prompts)),
         num_cached_tokens=tuple(d.get("cached_tokens") or 0 for d in details),
     )
 
 
-def under_load(
-    url: str, bodies: Sequence[Mapping[str, Any]], clients: int, chat: bool
-) -> list[Served]:
+def under_load(url: str, bodies: Sequence[Mapping[str, Any]], clients: int) -> list[Served]:
     """Answers to requests that ``clients`` clients send, in the order of ``bodies``.
 
     Raises:
         PrefixShareError: a request failed.
     """
     streamed = {"stream": True, "stream_options": {"include_usage": True}}
-    load = Load(url + path_of(chat), clients, [{**body, **streamed} for body in bodies])
+    load = Load(url + COMPLETIONS, clients, [{**body, **streamed} for body in bodies])
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "load.json")
         file.write_text(
