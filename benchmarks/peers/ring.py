@@ -23,29 +23,19 @@ class RingRanks(Ranks):
 
         Returns:
             The tensors received, and a function to call before reading them.
-
-        Raises:
-            PrefixShareError: a rank is missing.
         """
         received = [torch.empty_like(t) for t in tensors]
-        to = self._members[(self.rank + 1) % self.size]
-        source = self._members[self.rank - 1]
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         operations = []
         for tag, (mine, theirs) in enumerate(zip(tensors, received, strict=True)):
             operations.append(dist.P2POp(dist.isend, mine, to, self.group, tag))
             operations.append(dist.P2POp(dist.irecv, theirs, source, self.group, tag))
-        num_bytes = sum(t.nbytes for t in tensors)
-        with self._launching("passing KV on", num_bytes):
-            works = dist.batch_isend_irecv(operations)
-        self.bytes_sent += num_bytes
-        # given a time, nccl would block the host instead of the stream
-        patience = () if received[0].is_cuda else (self.timeout,)
+        works = dist.batch_isend_irecv(operations)
+        self.bytes_sent += sum(t.nbytes for t in tensors)
 
         def wait() -> None:
-            with self.within_time("passing KV on"):
-                for work in works:
-                    work.wait(*patience)
-            self._wait_for_gpu("passing KV on")
+            for work in works:
+                work.wait()
 
         return received, wait
 
@@ -56,7 +46,7 @@ class RingDecode:
 
     Args:
         make_wrapper: makes an operator; each rank has one for every rank's shard.
-        group, timeout, backend: see ``Ranks``.
+        timeout: see ``Ranks``.
 
     Raises:
         PrefixShareError: see ``Ranks``; operators that ``tree_reduction.shape_of`` rejects.
@@ -66,15 +56,11 @@ class RingDecode:
         self,
         make_wrapper: Callable[[], PrefixShareDecodeWrapper],
         *,
-        group: dist.ProcessGroup | None = None,
         timeout: float = 30.0,
-        backend: str | None = None,
     ) -> None:
         first = make_wrapper()
         describe = {**shape_of(first), "reduction": "ring"}
-        self.ranks = RingRanks(
-            first.device, describe, group=group, timeout=timeout, backend=backend
-        )
+        self.ranks = RingRanks(first.device, describe, timeout=timeout)
         self._wrappers = [first, *(make_wrapper() for _ in range(self.ranks.size - 1))]
         self._tables: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._agreed: object = None
@@ -89,10 +75,8 @@ class RingDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.plan``; ranks disagree.
         """
-        with self.ranks.before_the_others():
-            table = host_integers(block_table, "block_table", 2)
-            mine = table, host_integers(seq_lens, "seq_lens", 1)
-        said = self.ranks.exchange(mine, "plan", "sending block tables")
+        table = host_integers(block_table, "block_table", 2)
+        said = self.ranks.exchange((table, host_integers(seq_lens, "seq_lens", 1)))
         counts = [len(lens) for _, lens in said]
         if len(set(counts)) > 1:
             raise PrefixShareError(
@@ -120,31 +104,27 @@ class RingDecode:
             As ``TreeDecode.run``.
 
         Raises:
-            PrefixShareError: as ``PrefixShareDecodeWrapper.run``; ranks disagree, or are missing.
+            PrefixShareError: as ``PrefixShareDecodeWrapper.run``; ranks disagree.
         """
-        with self.ranks.before_the_others():
-            planned = self._wrappers[0].last_plan.num_reqs
-            if len(q) != planned:
-                raise PrefixShareError(f"q must have {planned} rows, got {len(q)}.")
-            if not self._tables:
-                raise PrefixShareError(
-                    "there is no plan yet: call plan(block_table, seq_lens) first."
-                )
+        planned = self._wrappers[0].last_plan.num_reqs
+        if len(q) != planned:
+            raise PrefixShareError(f"q must have {planned} rows, got {len(q)}.")
+        if not self._tables:
+            raise PrefixShareError("there is no plan yet: call plan(block_table, seq_lens) first.")
         kind = list(k_cache.shape), list(v_cache.shape), str(k_cache.dtype), str(v_cache.dtype)
         if kind != self._agreed:
             self.ranks.agree({"the KV cache": kind})
             self._agreed = kind
-        with self.ranks.before_the_others():
-            caches = [k_cache.contiguous(), v_cache.contiguous()]
-            states: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for turn in range(self.ranks.size):
-                last = turn == self.ranks.size - 1
-                coming, wait = ([], None) if last else self.ranks.pass_on(caches)
-                source = (self.ranks.rank - turn) % self.ranks.size
-                wrapper, tables = self._wrappers[source], self._tables[source]
-                states.append(wrapper.run(q, caches[0], caches[1], *tables, return_lse=True))
-                if wait is not None:
-                    wait()
-                caches = coming
-            outs, lses = zip(*states, strict=True)
-            return merge_states(outs, lses)
+        caches = [k_cache.contiguous(), v_cache.contiguous()]
+        states: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for turn in range(self.ranks.size):
+            last = turn == self.ranks.size - 1
+            coming, wait = ([], None) if last else self.ranks.pass_on(caches)
+            source = (self.ranks.rank - turn) % self.ranks.size
+            wrapper, tables = self._wrappers[source], self._tables[source]
+            states.append(wrapper.run(q, caches[0], caches[1], *tables, return_lse=True))
+            if wait is not None:
+                wait()
+            caches = coming
+        outs, lses = zip(*states, strict=True)
+        return merge_states(outs, lses)

@@ -1,6 +1,5 @@
 """Tree reduction and ring attention over NCCL, on two GPUs, launched one by one and in a CUDA
-graph, against attention in float64; and what the first rank says when the last one has ended, and
-that its process ends then.
+graph, against attention in float64.
 
 python -m pytest -m gpu tests/gpu/test_gpu_ranks.py
 
@@ -19,19 +18,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from benchmarks.peers.ring import RingDecode, RingRanks
+from benchmarks.peers.ring import RingDecode
 from tests.support.gpu_layer import ON_GPU, TWO_GPUS
 from tests.support.paged_batches import PagedBatch, paged_batch
-from tests.support.rank_process import own_part, timed_sentence
+from tests.support.rank_process import own_part
 from vllm_prefixshare import PrefixShareDecodeWrapper
-from vllm_prefixshare.distributed.one_shot import OneShot
 from vllm_prefixshare.distributed.shards import Shard
 from vllm_prefixshare.distributed.tree_reduction import REDUCTIONS, TreeDecode
 
 WAYS = (*REDUCTIONS, "ring")
 RANKS = 2
 DEADLINE = 240  # seconds; a cold start takes a minute
-SOON = 5.0  # seconds within which a rank must come; nccl takes some of them to connect
 Tensors = list[torch.Tensor]
 pytestmark = [*ON_GPU, TWO_GPUS]
 #: documents of 21 blocks; and one request of 5 tokens, which leaves a shard empty
@@ -41,14 +38,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 #: a graph of "documents", replayed under other contents of its tensors
 REPLAYS = ("replay 0", "replay 1", "replay 2")
-#: collectives that a rank begins after the last one has ended, and what they are called
-ALONE = {
-    "eager": "an all-reduce",
-    "replay": "a collective in a CUDA graph",
-    "connecting": "passing KV on",
-    "one shot": "a one-shot reduction",
-    "one shot, replay": "a collective in a CUDA graph",
-}
 SHAPE: dict[str, Any] = {"heads": (32, 8), "head_dim": 128, "dtype": torch.bfloat16}
 
 
@@ -101,48 +90,6 @@ def at_work(rank: int, port: int, began: float, results: Any) -> None:
             found[case, way] = result
         say(f"replays, {way}")
     results.put((rank, found))
-    dist.destroy_process_group()
-
-
-def alone(rank: int, port: int, began: float, results: Any, kind: str) -> None:
-    """The last rank ends. What the first one says then, and after how many seconds, in a collective
-    of a kind, and in the next one.
-    """
-    say = started(rank, port, began)
-    device = torch.device("cuda", rank)
-    x = torch.ones(1024, device=device)
-    other, ranks = (RingRanks(device, {}, timeout=SOON) for _ in range(2))
-    other.all_reduce(x)
-    ranks.all_reduce(x)
-    calls: dict[str, Callable[[], Any]] = {
-        "eager": lambda: ranks.all_reduce(x),
-        "connecting": lambda: ranks.pass_on([x]),  # for the first time
-        "again": lambda: ranks.all_reduce(x),
-    }
-    if kind.startswith("one shot"):
-        one_shot, lse = OneShot(ranks, 128, x.dtype, device), torch.zeros(8, 1, device=device)
-        one_shot.reserve(8)
-        calls["one shot"] = lambda: one_shot(x, x.view(8, 1, 128), lse)
-        calls["one shot"]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    if kind.endswith("replay"):
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            calls["eager" if kind == "replay" else "one shot"]()
-
-    def replay() -> None:
-        graph.replay()
-        ranks.synchronize()
-
-    if kind.endswith("replay"):
-        calls[kind] = replay
-        replay()
-    say(f"{kind}, connected")
-    if rank == RANKS - 1:
-        os._exit(0)
-    results.put((kind, [timed_sentence(calls[which]) for which in (kind, "again")]))
-    say(f"{kind}, without the last rank")
-    graph.reset()
     dist.destroy_process_group()
 
 
@@ -246,15 +193,13 @@ def finish(world: World, deadline: float) -> tuple[dict[Any, Any], bool]:
 
 
 @pytest.fixture(scope="module")
-def worlds() -> dict[str, tuple[dict[Any, Any], bool]]:
-    deadline = time.time() + DEADLINE
-    running = {kind: start(alone, kind) for kind in ALONE} | {"at work": start(at_work)}
-    return {name: finish(world, deadline) for name, world in running.items()}
+def world() -> tuple[dict[Any, Any], bool]:
+    return finish(start(at_work), time.time() + DEADLINE)
 
 
 @pytest.fixture
-def ranks(worlds) -> dict[int, dict[Any, Any]]:
-    found, _ = worlds["at work"]
+def ranks(world) -> dict[int, dict[Any, Any]]:
+    found, _ = world
     assert len(found) == RANKS, "a rank hangs, and left no results"
     return found
 
@@ -268,19 +213,6 @@ def test_every_rank_has_the_attention_over_all_tokens(ranks, case, way):
         assert ranks[0][case, way][2] == ranks[1][case, way][2]
 
 
-@pytest.mark.parametrize("name", ["at work", *ALONE])
-def test_every_rank_ends(worlds, name):
-    _, ended = worlds[name]
+def test_every_rank_ends(world):
+    _, ended = world
     assert ended
-
-
-@pytest.mark.parametrize("kind", ALONE)
-def test_nobody_waits_for_ever(worlds, kind):
-    found, _ = worlds[kind]
-    first, again = found[kind]
-    for said, seconds in (first, again):
-        assert said == (
-            f"rank 0: {ALONE[kind]} failed: rank 1 has ended, or was elsewhere for {SOON:g} s: "
-            "restart all ranks."
-        )
-        assert seconds < SOON + 4

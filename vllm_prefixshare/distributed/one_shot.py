@@ -6,14 +6,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.distributed.backends import one_line
 from vllm_prefixshare.distributed.ranks import Ranks
-
-#: of the ranks' time-out, that a GPU waits for another one: the host waits longer than the GPU
-OF_TIMEOUT = 0.9
 
 
 class Room(NamedTuple):
@@ -30,8 +25,8 @@ class OneShot:
     """All ranks' states, exchanged and merged by one launch on each GPU (``kernels.one_shot``).
 
     The memory is PyTorch's symmetric memory: GPUs of one host that reach each other over NVLink. A
-    rank that waits for another one gives up within the time-out, also in the replay of a
-    CUDA graph. Memory is kept for as long as this object, because graphs may use it.
+    GPU that waits for another one gives up within the time-out, also in the replay of a CUDA graph;
+    the next call raises then. Memory is kept for as long as this object, because graphs may use it.
 
     Args:
         ranks: the ranks, on GPUs.
@@ -44,12 +39,13 @@ class OneShot:
     def __init__(
         self, ranks: Ranks, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if ranks.gave_up is None:
+        if device.type != "cuda":
             raise PrefixShareError(
                 'reduction "one_shot" needs GPUs, and tensors are on a CPU: take "gather".'
             )
         self._ranks = ranks
-        self._gave_up = ranks.gave_up
+        # set by a kernel that has waited for another GPU for too long
+        self._gave_up = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._of = head_dim, dtype, device
         self._rooms: dict[int, Room] = {}  # by the rows that they hold
         self._room: Room | None = None
@@ -59,18 +55,18 @@ class OneShot:
         it, with the same.
 
         Raises:
-            PrefixShareError: a rank is missing, or the GPUs do not reach each other's memory.
+            PrefixShareError: the GPUs do not reach each other's memory.
         """
         enough = [held for held in self._rooms if held >= rows]
         if enough or not rows:
             self._room = self._rooms[min(enough)] if enough else None
             return
-        hosts = self._ranks.exchange(socket.gethostname(), "hosts", "comparing hosts")
-        with self._on_all_ranks("memory for states"):
+        hosts = self._ranks.exchange(socket.gethostname())
+        with self._on_all_ranks():
             if len(set(hosts)) > 1:
                 raise RuntimeError(f"they are in hosts {', '.join(sorted(set(hosts)))}")
             memory, rounds = self._allocate(rows)
-        with self._on_all_ranks("connecting GPUs"):
+        with self._on_all_ranks():
             handle, addresses = self._connect(memory)
         self._room = self._rooms[rows] = Room(rows, memory, handle, addresses, rounds)
 
@@ -90,13 +86,7 @@ class OneShot:
         """The handle, and the addresses of all ranks' memories."""
         import torch.distributed._symmetric_memory as symmetric
 
-        store = dist.distributed_c10d._get_process_group_store(self._ranks.group)
-        before = store.timeout  # type: ignore[attr-defined]
-        store.set_timeout(self._ranks.timeout)
-        try:
-            handle = symmetric.rendezvous(memory, self._ranks.group)
-        finally:
-            store.set_timeout(before)
+        handle = symmetric.rendezvous(memory, self._ranks.group)
         # newer releases of torch may place several memories in one buffer
         buffers = [address + getattr(handle, "offset", 0) for address in handle.buffer_ptrs]
         if buffers[self._ranks.rank] != memory.data_ptr():
@@ -104,14 +94,14 @@ class OneShot:
         return handle, torch.tensor(buffers, dtype=torch.int64, device=memory.device)
 
     @contextmanager
-    def _on_all_ranks(self, doing: str) -> Iterator[None]:
+    def _on_all_ranks(self) -> Iterator[None]:
         """Do it on every rank, and raise on all of them if it fails on one."""
         why = ""
         try:
             yield
         except Exception as e:  # whatever it is: the others wait to hear of it
-            why = one_line(e)
-        for rank, theirs in enumerate(self._ranks.exchange(why, doing, doing)):
+            why = (str(e).splitlines() or [type(e).__name__])[0].rstrip(".")
+        for rank, theirs in enumerate(self._ranks.exchange(why)):
             if theirs:
                 raise PrefixShareError(
                     f'rank {rank}: reduction "one_shot" needs GPUs that reach each other\'s '
@@ -128,15 +118,20 @@ class OneShot:
                 fewer.
 
         Raises:
-            PrefixShareError: a rank is missing.
+            PrefixShareError: in an earlier call another rank was missing.
         """
         from vllm_prefixshare.kernels.one_shot import one_shot  # needs triton
 
         ranks, room = self._ranks, self._room
         assert room is not None, "reserve comes first"
-        patience = OF_TIMEOUT * ranks.timeout.total_seconds()
-        with ranks.on_gpu("a one-shot reduction", (ranks.size - 1) * packed.nbytes):
-            return one_shot(
-                out, lse, room.addresses, room.rounds, self._gave_up, ranks.rank,
-                room.max_rows, patience,
-            )  # fmt: skip
+        if self._gave_up.item():
+            raise PrefixShareError(
+                f"another rank was not there within {ranks.timeout.total_seconds():g} s: restart "
+                "all ranks."
+            )
+        ranks.bytes_sent += (ranks.size - 1) * packed.nbytes
+        patience = ranks.timeout.total_seconds()
+        return one_shot(
+            out, lse, room.addresses, room.rounds, self._gave_up, ranks.rank,
+            room.max_rows, patience,
+        )  # fmt: skip

