@@ -18,7 +18,6 @@ from typing import Any
 import common  # in this folder
 
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 
 DOCUMENT = Path(__file__).resolve().parent / "document.md"
@@ -102,7 +101,7 @@ def main() -> int:
     lines, status = [], 0
     steps = len(args.settings) * (args.pairs + 1) * (1 + args.compare) + len(args.settings)
     with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(Progress(steps + args.compare))
+        progress = stack.enter_context(common.Progress(steps + args.compare))
         baseline = common.started(args, common.BASELINE, stack, progress) if args.compare else None
         first: common.Pass | None = None
         for setting in args.settings:

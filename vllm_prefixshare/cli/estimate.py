@@ -21,7 +21,6 @@ from vllm_prefixshare.cli.options import (
     check_range,
 )
 from vllm_prefixshare.cli.prefixes import SHOWN_TOKENS, Break, PrefixBlocks
-from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.cli.prompts import (
     FORMATS,
     MAX_SAMPLES,
@@ -161,12 +160,16 @@ def _estimate(
 ) -> dict[str, Any]:
     tokenizer = _tokenizer(args)
     blocks = PrefixBlocks(model.block_size)
-    _read(args, source, file, tokenizer, blocks)
+    for count, request in enumerate(read_requests(source, file, tokenizer), 1):
+        samples = args.samples * request.samples
+        blocks.add(request.name, request.tokens, samples, request.is_text)
+        if count == args.limit:
+            break
     prompts = blocks.prompts
     orders = {"as ordered": prompts}
     known: dict[tuple[int, str], Totals] = {}
 
-    def totals(size: int, order: str, progress: Progress) -> Totals:
+    def totals(size: int, order: str) -> Totals:
         key = min(size, len(prompts)), order
         if key not in known:
             found = known[key] = Totals(model, args.output_tokens)
@@ -174,7 +177,6 @@ def _estimate(
                 orders[order], blocks, size, args.output_tokens, model.memory
             ):
                 found.add(group)
-                progress.step(len(group.batch.seq_lens))
         return known[key]
 
     if min(sizes) < len(prompts):
@@ -182,37 +184,16 @@ def _estimate(
         if order is not None and order != list(range(len(prompts))):
             orders["sorted by prefix"] = [prompts[i] for i in order]
     rows = []
-    with Progress(len(prompts) * len(sizes) * len(orders)) as progress:
-        for size in sizes:
-            for name in orders:
-                if size < len(prompts) or name == "as ordered":
-                    rows.append(_row(totals(size, name, progress), size, name))
-    first = totals(sizes[0], "as ordered", progress)
+    for size in sizes:
+        for name in orders:
+            if size < len(prompts) or name == "as ordered":
+                rows.append(_row(totals(size, name), size, name))
+    first = totals(sizes[0], "as ordered")
     too_long = len(prompts) - first.requests
     return _report(args, first, rows, tokenizer.description, too_long) | {
         "requests": len(prompts),
         "prefix_cache": _prefix_cache(blocks, tokenizer),
     }
-
-
-def _read(
-    args: argparse.Namespace,
-    source: Source,
-    file: BinaryIO,
-    tokenizer: Tokenizer,
-    blocks: PrefixBlocks,
-) -> None:
-    """Add the prompts of a file to ``blocks``."""
-    is_file = str(source.path) != "-" and source.path.is_file()
-    size = source.path.stat().st_size if is_file else 0
-    with Progress(max(1, size)) as progress:
-        if is_file:
-            source = source._replace(read=progress.step)
-        for count, request in enumerate(read_requests(source, file, tokenizer), 1):
-            samples = args.samples * request.samples
-            blocks.add(request.name, request.tokens, samples, request.is_text)
-            if count == args.limit:
-                break
 
 
 def _row(totals: Totals, size: int, order: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from vllm_prefixshare.cli.options import (
     attention_of,
 )
 from vllm_prefixshare.cli.output import print_table
-from vllm_prefixshare.cli.progress import Progress
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning.costs.lookup import cache_folder, has_gpu
@@ -76,20 +75,19 @@ def _profile_cpu(attention: AttentionConfig) -> CostTable:
             f"table: name --kv-cache-dtype {attention.dtype}, or --device cuda on a GPU."
         )
     compat.check_release(on_cpu=True)
-    from vllm_prefixshare.profiling.cpu_table import ALONE, STEPS, TOKENS, measure_cpu
+    from vllm_prefixshare.profiling.cpu_table import ALONE, TOKENS, measure_cpu
     from vllm_prefixshare.vllm_plugin.backends.cpu.timing import check_shape, cpu_attn_timer
 
     check_shape(attention)
     tokens = -(-TOKENS[-1] // attention.block_size) * attention.block_size
     check_room((1 + ALONE) * tokens, attention)
-    with Progress(STEPS) as progress:
-        return measure_cpu(attention, cpu_attn_timer(attention), progress.step)
+    return measure_cpu(attention, cpu_attn_timer(attention))
 
 
 def _profile_gpu(
     attention: AttentionConfig, kernel: Literal["auto", "hopper", "portable"]
 ) -> CostTable:
-    from vllm_prefixshare.profiling.gpu_table import STEPS, measure_gpu
+    from vllm_prefixshare.profiling.gpu_table import measure_gpu
 
     if not has_gpu():
         raise PrefixShareError("torch finds no NVIDIA GPU here: use --device cpu.")
@@ -97,15 +95,13 @@ def _profile_gpu(
     from vllm_prefixshare.profiling.gpu_timing import GpuTimer, capture
 
     timer = GpuTimer()
-    with Progress(STEPS) as progress:
 
-        def microseconds(call: Callable[[], object]) -> float:
-            progress.step()
-            return timer.time(capture(call)[0].replay, repeats=15).median_ms * 1e3
+    def microseconds(call: Callable[[], object]) -> float:
+        return timer.time(capture(call)[0].replay, repeats=15).median_ms * 1e3
 
-        return measure_gpu(
-            attention, lambda shape: GpuExecutor(shape, "cuda", kernel=kernel), microseconds
-        )
+    return measure_gpu(
+        attention, lambda shape: GpuExecutor(shape, "cuda", kernel=kernel), microseconds
+    )
 
 
 def _print(table: CostTable, path: Path) -> None:

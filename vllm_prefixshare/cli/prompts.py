@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -52,12 +52,10 @@ class Source(NamedTuple):
 
     path: "-" for standard input. format: one of ``FORMATS``; auto: by the ending of the file's
         name, else JSON.
-    read: called with the number of bytes of each line that is read.
     """
 
     path: Path
     format: str = "auto"
-    read: Callable[[int], object] = lambda _: None
 
     def __str__(self) -> str:
         return "standard input" if str(self.path) == "-" else str(self.path)
@@ -200,7 +198,6 @@ def _lines(source: Source, file: BinaryIO) -> Iterator[tuple[int, str]]:
                     f"line {number} of {source} is longer than the {MAX_LINE >> 20} MiB that are "
                     "read."
                 )
-            source.read(len(line))
             # programs for Windows begin a file with a mark
             if text := line.decode("utf-8-sig").strip():
                 yield number, text

@@ -22,8 +22,6 @@ TOKENS = (256, 1024, 4096, 16384)
 #: Requests that are timed together without sharing.
 ALONE = 8
 
-#: Timings in ``measure_cpu``: tiles, one tile cut in two and uncut, unshared requests.
-STEPS = len(REQUESTS) * len(TOKENS) + 2 + len(TOKENS)
 
 #: (requests, tokens of each) -> seconds of one layer that reads every request on its own
 UnsharedTimer = Callable[[int, int], float]
@@ -41,17 +39,12 @@ def median_seconds(call: Callable[[], object], repeats: int = 7) -> float:
     return statistics.median(times)
 
 
-def measure_cpu(
-    attention: AttentionConfig,
-    unshared: UnsharedTimer | None = None,
-    on_step: Callable[[], object] = lambda: None,
-) -> CostTable:
+def measure_cpu(attention: AttentionConfig, unshared: UnsharedTimer | None = None) -> CostTable:
     """The cost table of this machine's CPU executor; takes well under two minutes.
 
     Args:
         unshared: times the backend's own kernel; without it the table has no column for
             requests that share nothing.
-        on_step: called after each of ``STEPS``.
     """
     size = attention.block_size
     group = attention.gqa_group_size
@@ -73,9 +66,7 @@ def measure_cpu(
         q = torch.randn(requests, attention.num_qo_heads, attention.head_dim).to(dtype)
         out = torch.empty_like(q)
         scale = attention.head_dim**-0.5
-        seconds = median_seconds(lambda: executor.run(q, *caches, table, lens, out, scale))
-        on_step()
-        return seconds
+        return median_seconds(lambda: executor.run(q, *caches, table, lens, out, scale))
 
     tile = np.array([[tile_seconds(n, kv) for kv in tokens] for n in REQUESTS]) * 1e6
     longer = max(1, 2048 // size) * 2 * size  # two halves of whole blocks
@@ -87,10 +78,7 @@ def measure_cpu(
     rows = np.array(REQUESTS, np.float64) * group
     alone = None
     if unshared is not None:
-        times = []
-        for kv in tokens:
-            times.append(unshared(ALONE, kv) / ALONE * 1e6)
-            on_step()
+        times = [unshared(ALONE, kv) / ALONE * 1e6 for kv in tokens]
         alone = Grid(
             rows[:2], np.array(tokens, np.float64), np.array(times) * (rows[:2, None] / group)
         )

@@ -36,8 +36,6 @@ MAX_TILES = 32
 MAX_TOKENS = 16384
 MERGE_TOKENS = 256
 MERGE_TILES = (2, 8)
-#: Maximum number of timings in ``measure_gpu``: two grids of few and many tiles, and merging.
-STEPS = 4 * len(ROWS) * len(TOKENS) + 2 * len(MERGE_TILES)
 #: Least price: keeps a price that is too small to measure positive.
 MIN_US = 0.001
 

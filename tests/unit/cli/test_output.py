@@ -1,5 +1,7 @@
 """What a command does where its standard output cannot be written."""
 
+import io
+import logging
 import os
 import subprocess
 import sys
@@ -8,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli_runs import PROGRAM
-from vllm_prefixshare.cli import inspect_plans
+from vllm_prefixshare.cli import doctor, inspect_plans
 from vllm_prefixshare.cli.main import main
+from vllm_prefixshare.utils import numba_cache
 
 BUFFERED, UNBUFFERED = "", "1"
 #: More than Python keeps in its buffer, so that the command itself meets the error.
@@ -78,3 +81,20 @@ def test_a_name_that_standard_output_cannot_encode_is_escaped(tmp_path, encoding
     done = subprocess.run(words, capture_output=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(b"b\\udcff")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal(), io.StringIO()])
+def test_a_terminal_shows_what_the_package_says(stream, monkeypatch):
+    def run(_: object) -> int:
+        logging.getLogger(numba_cache.__name__).info("a notice")
+        return 0
+
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(doctor, "run", run)
+    assert main(["doctor"]) == 0
+    assert stream.getvalue() == ("a notice\n" if stream.isatty() else "")
