@@ -1,6 +1,4 @@
-"""Both GPU kernels on random forests, against attention in float64: the portable kernel under
-Triton's interpreter, the Hopper kernel by the emulator of its walk.
-"""
+"""Both GPU kernels on random forests under Triton's interpreter, against attention in float64."""
 
 from collections import Counter
 
@@ -9,9 +7,10 @@ import torch
 
 from tests.support import decode_paths as paths
 from tests.support import fuzz_scale as scale
-from tests.support.hopper_emulator import emulate
+from tests.support.gluon_interpreter import launch_before, load_kernel
 from tests.support.random_forests import TOLERANCE, ForestCase, forest_cases, note, on_forests
 from tests.support.triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401
+from vllm_prefixshare.kernels.hopper import launch as hopper
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the cases include overflow
@@ -40,42 +39,18 @@ PORTABLE = forest_cases(
 )
 
 
-def test_the_walk_of_the_hopper_kernel():
+@pytest.mark.parametrize(("kernel", "cases"), [("hopper", HOPPER), ("portable", PORTABLE)])
+def test_a_kernel(kernel, cases, monkeypatch, tmp_path):
+    modules = "producer", "metadata", "wide_values", "kernel"
+    source = load_kernel("vllm_prefixshare.kernels.hopper", tmp_path, modules)
+    monkeypatch.setattr(hopper, "partial_attention", source)
+    # merging that overlaps is ordered by assembly
+    monkeypatch.setattr(hopper.HopperKernel, "starts_merging", False)
     tried: Counter[str] = Counter()
 
-    @on_forests(HOPPER, scale.WALKS)
+    @on_forests(cases, scale.FORESTS)
     def one(case: ForestCase) -> None:
-        executor = paths.executor("hopper", case.attention, case.query_len, 16, MULTIPROCESSORS)
-        plan = case.plan(executor)
-        q, k, v, spoiled = case.tensors()
-        kernel = executor._kernel
-        out, _ = emulate(
-            kernel.layout(plan),
-            kernel.limits.num_workers,
-            *(t.double().numpy() for t in (q, k, v)),
-            case.block_table(),
-            case.true_lens,
-            case.query_start_loc,
-            case.query_len,
-            kernel.limits.max_tile_runs,
-            kernel.shape.kv_tile,
-        )
-        if case.values == "overflow":
-            spoiled = -1  # float64 does not overflow
-        case.check(torch.from_numpy(out), case.expected(q, k, v), spoiled, 1e-9)
-        note(tried, case, plan)
-
-    one()
-    scale.report(f"hopper walk: {dict(tried)}")
-    assert tried["shared"]
-
-
-def test_the_portable_kernel():
-    tried: Counter[str] = Counter()
-
-    @on_forests(PORTABLE, scale.FORESTS)
-    def one(case: ForestCase) -> None:
-        executor = paths.executor("portable", case.attention, case.query_len, 16, MULTIPROCESSORS)
+        executor = paths.executor(kernel, case.attention, case.query_len, 16, MULTIPROCESSORS)
         plan = case.plan(executor)
         q, k, v, spoiled = case.tensors()
         *tensors, starts = case.batch()
@@ -87,6 +62,8 @@ def test_the_portable_kernel():
                 buffer.fill_(torch.nan)
             out = torch.full_like(q, torch.nan)
             scale_ = case.head_dim**-0.5
+            if kernel == "hopper":
+                launch_before.writes(q)
             with paths.as_on_a_gpu(MULTIPROCESSORS):
                 executor.run(q, k, v, *tensors, out, scale_, query_start_loc=starts)
             outs.append(out)
@@ -95,6 +72,6 @@ def test_the_portable_kernel():
         note(tried, case, plan)
 
     one()
-    scale.report(f"portable kernel: {dict(tried)}")
+    scale.report(f"{kernel} kernel: {dict(tried)}")
     # depth_first reads short prefixes twice where that is cheaper: in most of these cases
     assert tried["shared"]

@@ -3,11 +3,10 @@
 import hashlib
 import os
 
-#: random event sequences over all paths; random forests for each kernel, and for the emulator of a
-#: walk, which takes a tenth of the interpreter's time; how often the largest batch is planned again
+#: random event sequences over all paths; random forests for each kernel; how often the largest
+#: batch is planned again
 SEQUENCES = int(os.environ.get("FUZZ_SEQUENCES", "300"))
 FORESTS = int(os.environ.get("FUZZ_FORESTS", "24"))
-WALKS = int(os.environ.get("FUZZ_FORESTS", "500"))
 #: cases of each shared part of the host work on prompts
 PROMPTS = int(os.environ.get("FUZZ_PROMPTS", "400"))
 #: texts tokenized by pieces, over all kinds of tokenizers

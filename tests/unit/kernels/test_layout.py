@@ -14,8 +14,14 @@ from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.common.layout import KvTiling, max_parts_of, walk_layout
-from vllm_prefixshare.kernels.hopper.arrays import OUTPUT, PARTIAL, RESULTS
-from vllm_prefixshare.kernels.hopper.layout import first_request, linked_layout
+from vllm_prefixshare.kernels.hopper.arrays import (
+    NUM_RUNS,
+    OUTPUT,
+    PARTIAL,
+    PLAIN_START,
+    RESULTS,
+)
+from vllm_prefixshare.kernels.hopper.layout import PLAIN_RUNS, first_request, linked_layout
 from vllm_prefixshare.kernels.plans import planner_config
 from vllm_prefixshare.kernels.registry import make_kernel
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
@@ -295,3 +301,19 @@ def test_an_empty_plan():
     layout = walk_layout(make_plan(batch), KvTiling.of(64, 16, 1))._asdict()
     assert layout["work_indptr"].tolist() == [0] * 4
     assert layout["tile_info"].size == layout["part_row"].size == 0
+
+
+@pytest.mark.parametrize("heads", [1, 4, 16])
+@pytest.mark.parametrize(
+    "spec", ["1,4,16_1024,64,30", "1,9_300,40", "1,2,8_64,200,128", "6_700", "1_5100"]
+)
+def test_a_first_kv_tile_is_copied_early_where_one_run_fills_it(spec, heads):
+    batch, slots = tree(spec, 16), 2 * (64 // heads)
+    planner = make_planner(16, divider="depth_first", num_workers=7, max_tile_requests=slots)
+    plan = planner.update(batch.block_table, batch.seq_lens).plan
+    layout = linked_layout(plan, heads, slots, 256)
+    for tile in np.flatnonzero(layout.tile_info[:7, NUM_RUNS]):
+        start, end = layout.run_kv_start[tile, 0], layout.run_kv_end[tile, 0]
+        end = batch.seq_lens[layout.run_row[tile, 0]] if end == -1 else end
+        fills = layout.tile_info[tile, NUM_RUNS] <= PLAIN_RUNS and end - start >= 128
+        assert bool(layout.tile_info[tile, RESULTS] & PLAIN_START) == fills
