@@ -89,7 +89,6 @@ PAGES = {
             Section(
                 "The Hopper kernel under two Tritons", "kernel_triton/3.8.0", kernel.triton_table
             ),
-            Section("The portable kernel", "kernel_portable", kernel.portable_table),
             Section("Batch invariance", "kernel_invariant", kernel.invariant_table),
             Section(
                 "The first step after a prefix hit", "kernel_first_step", kernel.first_step_table

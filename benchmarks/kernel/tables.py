@@ -194,34 +194,6 @@ def triton_table(second: Result) -> str:
     return "\n".join([how, "", *table(header, rows)])
 
 
-def portable_table(now: Result) -> str:
-    """The portable kernel now and before its present form, and its peers."""
-    before = published.load("kernel_portable_before")
-    gains, rows = [], []
-    for cell, earlier in zip(now["cells"], before["cells"], strict=True):
-        peers = cell["peers"]
-        new, old = (p["portable"]["ms"] * 1e3 for p in (peers, earlier["peers"]))
-        gains.append(old / new)
-        rows.append(
-            (
-                cell["workload"],
-                *(f"{us:.1f}" for us in (cell["roof_ms"] * 1e3, new, old)),
-                f"{old / new:.2f}",
-                *(
-                    f"{peers[n]['ms'] * 1e3:.1f}" if peers[n]["status"] == "ok" else "-"
-                    for n in ("fa3", "fa3_cascade")
-                ),
-            )
-        )
-    rows.append(("geometric mean", "", "", "", f"{geometric_mean(gains):.2f}", "", ""))
-    how = (
-        f"{now['gpu']}, 32:8 heads; `{now['command']}`: microseconds. Before: two sizes of tile "
-        "fed by `flashforge`, in an earlier run."
-    )
-    header = "workload | roof | now | before | before / now | FA3 | FA3 cascade"
-    return "\n".join([how, "", *table(header, rows)])
-
-
 def first_step_table(result: Result) -> str:
     """Short questions on a cached document: our two ways, FlashAttention-3, and host times."""
     rows = []
