@@ -231,27 +231,6 @@ def test_the_ablation_shares_only_where_it_may():
     assert len(re.findall(r"yes, all 6 sequences$", printed, re.M)) == 2
 
 
-@pytest.mark.engine
-def test_the_plan_of_an_engines_batch(tmp_path):
-    picture = tmp_path / "plan.svg"
-    printed = output(
-        "inspect_plan", "--samples", 2, "--document-tokens", 128, "--max-tokens", 3,
-        "--svg", picture, *ALONE,
-    )  # fmt: skip
-    assert re.search(r"^6 requests, \d+ KV tokens read one by one$", printed, re.M)
-    assert re.search(r"^flashforge \(default\), as run +\d+ +[\d.]+", printed, re.M)
-    assert "<svg" in picture.read_text()
-    assert f"picture of the forest and the schedule: {picture}" in printed
-    read, alone = kv_tokens(printed)
-    assert alone > 1.2 * read
-
-
-def test_a_plan_without_an_engine(tmp_path):
-    printed = output("inspect_plan", "--tree", "1,4_256,64", "--svg", tmp_path / "plan.svg")
-    assert "node 0: 256 tokens x 4 requests" in printed
-    assert "<svg" in (tmp_path / "plan.svg").read_text()
-
-
 @pytest.mark.parametrize(
     ("name", "arguments", "sentence"),
     [
@@ -272,8 +251,6 @@ def test_a_plan_without_an_engine(tmp_path):
         ("ablation", "--tree-tokens 4000 1 1", "--tree-tokens must be 1 or more each and fit"),
         ("agent_loop", "--base-url localhost", "--base-url localhost must begin with http"),
         ("agent_loop", "--base-url http://127.0.0.1:9", "no server answers at http://127.0.0.1:9"),
-        ("inspect_plan", "--tree 3_x", "tree"),
-        ("inspect_plan", "--svg /nowhere/x", "--svg /nowhere/x cannot be written (No such"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_status_2(
