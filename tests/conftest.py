@@ -24,8 +24,10 @@ if not torch.cuda.is_available():
     import vllm_prefixshare.kernels.merge_states
     import vllm_prefixshare.kernels.portable.kernel
     import vllm_prefixshare.kernels.token_rows  # noqa: F401
+    from tests.support.engine import fork_engines
     from tests.support.interpreter import leave_out_idle_work
 
+    fork_engines()
     leave_out_idle_work()
     del os.environ["TRITON_INTERPRET"]
 

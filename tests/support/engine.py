@@ -37,9 +37,22 @@ DEFAULT_ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+#: Variables of this process when it began.
+_INHERITED = frozenset(os.environ)
+#: How engines are started, as ``multiprocessing`` names it.
+_start_method = "spawn"
 #: For tests of what an engine computes. It has three processes otherwise, each of which imports
 #: vLLM: half a minute of processor time. Servers and some tests have engines as users do.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def fork_engines() -> None:
+    """Fork the engines of this process from one that has imported vLLM, which takes each of them
+    ten seconds of processor time otherwise. For CPUs: drivers of GPUs do not survive a fork.
+    """
+    global _start_method
+    _start_method = "forkserver"
+    multiprocessing.set_forkserver_preload(["tests.support.engine_imports"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +162,13 @@ class EngineProcess:
             raise PrefixShareError("vLLM is not installed: 'make venv' installs its CPU build.")
         self._pause = pause
         self._shares = backend == PREFIX_SHARE
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(_start_method)
         self._pipe, theirs = context.Pipe()
         args = {"model": str(model), "seed": 0, "disable_log_stats": False, **engine_args}
         if backend != STOCK and "attention_config" not in args:
             args["attention_backend"] = backend
-        self._process = context.Process(target=_serve, args=(theirs, dict(environment or {}), args))
+        variables = {**DEFAULT_ENVIRONMENT, **os.environ, **(environment or {})}
+        self._process = context.Process(target=_serve, args=(theirs, variables, args))
         self._process.start()
         theirs.close()
         try:
@@ -271,8 +285,8 @@ class EngineProcess:
 def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str, Any]) -> None:
     os.setpgid(0, 0)  # so that close() also reaches what vLLM spawns
     _end_with_parent(pipe)
-    for name, value in DEFAULT_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    for name in _INHERITED - environment.keys():  # removed since the fork server has started
+        del os.environ[name]
     os.environ.update(environment)
     try:
         from vllm import LLM
