@@ -48,7 +48,8 @@ ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 def fork_engines() -> None:
     """Fork the engines of this process from one that has imported vLLM, which takes each of them
-    ten seconds of processor time otherwise. For CPUs: drivers of GPUs do not survive a fork.
+    ten seconds of processor time otherwise. For CPUs: drivers of GPUs do not survive a fork. A
+    process has one fork server, whatever it forks.
     """
     global _start_method
     _start_method = "forkserver"

@@ -26,11 +26,8 @@ DEADLINE = 240  # seconds for all worlds on a busy machine; otherwise a run take
 
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[dict[int, list[dict[Any, Any]]]]:
-    """The results of each rank, by world size. Their processes are forked from one that has
-    imported torch.
-    """
+    """The results of each rank, by world size. Their processes are forked as engines are."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.rank_process"])
     stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in SIZES]
     ranks, pipes = {}, {}
     try:
