@@ -203,5 +203,7 @@ def test_a_wrong_setting_is_refused_before_work_starts(model):
 
 def test_a_place_that_cannot_be_written_ends_no_engine(model):
     places = {"VLLM_PREFIXSHARE_TRACE": "/nowhere/t", "VLLM_PREFIXSHARE_METRICS": "/proc/none"}
-    with EngineProcess(PREFIX_SHARE, model, {**ONE_PROCESS, **places}, **{**SETTINGS, "pause": False}) as engine:
+    with EngineProcess(
+        PREFIX_SHARE, model, {**ONE_PROCESS, **places}, **{**SETTINGS, "pause": False}
+    ) as engine:
         assert engine.generate([ask(QUESTIONS[0])], 1).answers

@@ -1,4 +1,4 @@
-"""Triton's interpreter without work that has no effect on results; it takes a quarter of the time."""
+"""Triton's interpreter without work that has no effect on results: a quarter of the time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
