@@ -139,18 +139,18 @@ def measure(
     }
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = make_parser(PROGRAM, __doc__)
     parser.add_argument("--repeats", type=count, default=50, help="calls in a round")
     add_out(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     cases: list[tuple[str, str, Workload, str, str, Budget | None]] = [
-        (name, b.name, b.work, kernel_of(name).divider, "always", b)
+        (name, b.name, b.work, kernel_of(name).limits.divider, "always", b)
         for name in KERNELS
         for b in budgets()
     ]
     cases += [  # as engines plan unless told otherwise
-        (name, f"{b.name}, share=auto", b.work, kernel_of(name).divider, "auto", b)
+        (name, f"{b.name}, share=auto", b.work, kernel_of(name).limits.divider, "auto", b)
         for name in KERNELS
         for b in budgets()
     ]
@@ -159,7 +159,7 @@ def main() -> int:
             name,
             f"growth, {n} requests",
             documents(8, n // 8),
-            kernel_of(name).divider,
+            kernel_of(name).limits.divider,
             "always",
             None,
         )
