@@ -111,10 +111,11 @@ $(VENV)/.project: setup.py pyproject.toml vllm_prefixshare/__init__.py $(VENV)/.
 	$(PY) $(PIP) --no-build-isolation -e .
 	touch $@
 
-$(VENV)-%/.locked: requirements/%.lock $(VENV)/.locked
+# These look into $(VENV), which pip may still fill: what follows the folder's name is the same.
+$(VENV)-%/.locked: requirements/%.lock $(INTERPRETER)
 	rm -rf $(@D)
 	$(INTERPRETER) -m venv $(@D)
 	$(@D)/bin/python $(PIP) -r $<
-	$(PY) -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
-		> $$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')/project.pth
+	own=$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])') && \
+		echo "import site; site.addsitedir('$(abspath $(VENV))$${own#*$(@D)}')" > $$own/project.pth
 	touch $@
