@@ -1,5 +1,6 @@
-"""vLLM's offline beam search with random log-probabilities in place of an engine."""
+"""vLLM's beam search with random log-probabilities in place of an engine."""
 
+import asyncio
 import inspect
 from itertools import repeat
 from types import SimpleNamespace
@@ -7,24 +8,34 @@ from types import SimpleNamespace
 import numpy as np
 from vllm.entrypoints.generate.beam_search import utils
 from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import BeamSearchParams, SamplingParams
 
+from vllm_prefixshare.vllm_plugin.prompts.beams import BeamIds
 from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
 
 VOCABULARY, EOS = 40, 7
 #: Lists whose sum with a list is a list.
-PLAIN = (list, TokenIds)
+PLAIN = (list, TokenIds, BeamIds)
 
 
 class RandomModel:
     """Random log-probabilities that depend on a beam's tokens only.
 
     Args:
-        score: log-probability of an integer from 1 to 5; few, so that candidates tie.
+        score: log-probability of a number from 1 to 6.
+        number: random number of a generator; few integers, so that candidates tie.
     """
 
-    def __init__(self, width, finish_reason="length", score=lambda number: -number / 4):
-        self.width, self.finish_reason, self.score = width, finish_reason, score
+    def __init__(
+        self,
+        width,
+        finish_reason="length",
+        score=lambda number: -number / 4,
+        number=lambda rng: rng.integers(1, 6),
+    ):
+        self.width, self.finish_reason, self.score, self.number = (
+            width, finish_reason, score, number,
+        )  # fmt: skip
         self.prompts = []
 
     def _render_and_run_requests(self, prompts, params, **kwargs):
@@ -42,7 +53,7 @@ class RandomModel:
         rng = np.random.default_rng(ids)
         best = rng.choice(VOCABULARY, 2 * self.width, replace=False).tolist()
         scores = dict.fromkeys(range(VOCABULARY), self.score(6))
-        scores.update((t, float(self.score(rng.integers(1, 6)))) for t in best)
+        scores.update((t, float(self.score(self.number(rng)))) for t in best)
         # vLLM puts the sampled token first, which the best may name again
         returned = [int(rng.integers(VOCABULARY)), *best]
         logprobs = FlatLogprobs() if is_flat else []
@@ -71,6 +82,47 @@ def search(mixin, width=4, num_steps=6, ignore_eos=False, **changes):
         for beam in (beam for i in instances for beam in (*i.beams, *i.completed)):
             assert type(beam.tokens) in PLAIN and type(beam.logprobs) is list
     return instances, model.prompts
+
+
+def search_online(mixin, width=4, num_steps=6, **changes):
+    """The outputs of a server's beam search, and the prompts that were run.
+
+    Args:
+        mixin: a ``BeamSearchOnlineMixin``.
+        changes: of `BeamSearchParams`.
+    """
+    # a server's ranking of equal sums is not stable
+    model = RandomModel(width, number=lambda rng: rng.uniform(1, 6))
+
+    class Engine:
+        input_processor = SimpleNamespace(
+            generation_config_fields={"eos_token_id": [EOS, EOS + 1]},
+            resolve_watermarking=lambda params: None,
+            vllm_config=None,
+        )
+
+        async def generate(self, prompt, sampling_params, request_id, **kwargs):
+            await asyncio.sleep(0)
+            answered = model._answer(prompt["prompt_token_ids"], sampling_params.flat_logprobs)
+            for entry in answered.outputs[0].logprobs if not sampling_params.flat_logprobs else ():
+                assert type(entry) is dict
+            yield answered
+
+    class Served(mixin):
+        engine_client = Engine()
+        renderer = SimpleNamespace(
+            get_tokenizer=lambda: SimpleNamespace(
+                eos_token_id=EOS, decode=lambda ids, **kwargs: " ".join(map(str, ids))
+            )
+        )
+
+    async def collected():
+        params = BeamSearchParams(beam_width=width, max_tokens=num_steps, **changes)
+        prompt = {"type": "token", "prompt_token_ids": [1, 2, 3], "prompt": "text"}
+        return [result async for result in Served().beam_search(prompt, "id", params)]
+
+    ((result,), prompts) = asyncio.run(collected()), model.prompts
+    return result.outputs, prompts
 
 
 def step(model, instances, ignore_eos):

@@ -1,7 +1,8 @@
-"""Hooks on ``LLM.beam_search``: vLLM ranks only the candidates that can become a beam, and starts
-no garbage collection among them.
+"""Hooks on beam search, offline and in a server: vLLM ranks only the candidates that can become a
+beam. Offline, no garbage is collected among them.
 """
 
+from collections.abc import AsyncIterator
 from types import ModuleType
 from typing import Any
 
@@ -31,15 +32,73 @@ class _StepOf:
         return getattr(self._llm, name)
 
     def _render_and_run_requests(self, *args: Any, **kwargs: Any) -> Any:
-        from vllm_prefixshare.vllm_plugin.prompts.beams import choose_candidates
+        from vllm_prefixshare.vllm_plugin.prompts.beams import Step
 
         results = self._llm._render_and_run_requests(*args, **kwargs)
-        begin = 0
-        for beams in (instance.beams for instance in self._instances):
-            end = begin + len(beams)
-            choose_candidates(beams, results[begin:end], self._beam_width, self._eos_token_ids)
-            begin = end
+        of_beams = iter(results)
+        for instance in self._instances:
+            step = Step(self._beam_width, self._eos_token_ids)
+            for beam in instance.beams:
+                step.add(beam.cum_logprob, next(of_beams).outputs[0])
         return results
+
+
+class _SearchOf:
+    """A server's endpoint during one beam search: its engine returns candidates.
+
+    Args:
+        serving: the object that vLLM's function gets as ``self``.
+    """
+
+    def __init__(self, serving: Any, beam_width: int) -> None:
+        self._serving = serving
+        self._client = serving.engine_client
+        self._beam_width = beam_width
+        # a candidate that is chosen for no need is ranked by vLLM as before
+        eos = serving.renderer.get_tokenizer().eos_token_id
+        configured = serving.engine_client.input_processor.generation_config_fields
+        more = configured.get("eos_token_id") or ()
+        self._eos_token_ids = {eos, *(more if isinstance(more, list | tuple) else (more,))} - {None}
+        self._step: Any = None
+        self._step_name = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._serving, name)
+
+    @property
+    def engine_client(self) -> Any:
+        return _ClientOf(self._client, self)
+
+    def step_of(self, request_id: str) -> Any:
+        """The step of a request: those of a step have names of their own after "-beam-"."""
+        from vllm_prefixshare.vllm_plugin.prompts.beams import Step
+
+        name = request_id.rpartition("-beam-")[0]
+        if name != self._step_name:
+            self._step, self._step_name = Step(self._beam_width, self._eos_token_ids), name
+        return self._step
+
+
+class _ClientOf:
+    """A client of an engine during a beam search."""
+
+    def __init__(self, client: Any, search: _SearchOf) -> None:
+        self._client = client
+        self._search = search
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        ids = prompt["prompt_token_ids"]
+        step = self._search.step_of(request_id)
+        sampling_params.flat_logprobs = True
+        async for result in self._client.generate(prompt, sampling_params, request_id, **kwargs):
+            ids.next_logprobs = result.outputs[0].logprobs
+            step.add(ids.logprob, result.outputs[0])
+            yield result
 
 
 def _ranks_all_tokens(arguments: dict[str, Any]) -> bool:
@@ -108,6 +167,32 @@ def hook_search(module: ModuleType) -> None:
     wrap(module.BeamSearchOfflineMixin, "beam_search", wrapper)
 
 
+def hook_online_search(module: ModuleType) -> None:
+    """Choose the candidates of a server's search. One with a list of tokens, or with an encoder, is
+    left to vLLM.
+    """
+
+    def wrapper(original: Function) -> Function:
+        async def beam_search(
+            self: Any, prompt: Any, request_id: str, params: Any, *args: Any, **kwargs: Any
+        ) -> AsyncIterator[Any]:
+            from vllm_prefixshare.vllm_plugin.prompts.beams import BeamIds, with_dictionaries
+
+            searched = self
+            is_left = getattr(params, "allowed_token_ids", None) or "prompt_token_ids" not in prompt
+            if is_enabled(PART) and not is_left:
+                searched = _SearchOf(self, params.beam_width)
+                prompt = {**prompt, "prompt_token_ids": BeamIds(prompt["prompt_token_ids"])}
+            async for result in original(searched, prompt, request_id, params, *args, **kwargs):
+                for output in result.outputs:
+                    with_dictionaries(output)
+                yield result
+
+        return beam_search
+
+    wrap(module.BeamSearchOnlineMixin, "beam_search", wrapper)
+
+
 _PATCH = "vllm.entrypoints.generate.beam_search.utils:BeamSearchSequence.with_last_token"
 
 HOOKS = (
@@ -126,6 +211,15 @@ HOOKS = (
         "the log-probabilities of beams must be dictionaries",
         "as for BeamSearchOfflineMixin._beam_search_step",
         hook_search,
+        patch=(_PATCH,),
+        parts=("copies",),
+    ),
+    Hook(
+        "vllm.entrypoints.generate.beam_search.online",
+        "BeamSearchOnlineMixin.beam_search",
+        "as for BeamSearchOfflineMixin._beam_search_step",
+        "candidates are ranked as arrays",
+        hook_online_search,
         patch=(_PATCH,),
         parts=("copies",),
     ),

@@ -108,7 +108,7 @@ class TokenIds(list[int]):
                 array = np.concatenate([array, _packed(other)])
             except OverflowError:  # said where the array is needed
                 array = None
-        total = TokenIds(self, array)
+        total = type(self)(self, array)
         list.extend(total, other)
         return total
 

@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
-from vllm.entrypoints.generate.beam_search import offline, utils
+from vllm.entrypoints.generate.beam_search import offline, online, utils
 from vllm.logprobs import FlatLogprobs
 
-from tests.support.beam_search import VOCABULARY, RandomModel, search, step
+from tests.support.beam_search import EOS, VOCABULARY, RandomModel, search, search_online, step
 from tests.support.shared_prefixes import install_hook
 from vllm_prefixshare.vllm_plugin.hooks import beams as hooks
 from vllm_prefixshare.vllm_plugin.prompts import beams, parts
@@ -57,6 +57,39 @@ def test_sequences_are_those_of_vllm(monkeypatch, scores, width, ignore_eos):
         assert len(one.beams) == width
     ended = sum(len(instance.completed) for instance in ours)
     assert (ended == 0) == ignore_eos or width == 1
+
+
+@pytest.mark.parametrize("width", [1, 4, 16])
+@pytest.mark.parametrize(
+    "changes",
+    [{"ignore_eos": True}, {}, {"include_stop_str_in_output": True, "length_penalty": 0.3}],
+    ids=["no end", "ends", "ends with their token"],
+)
+def test_a_servers_sequences_are_those_of_vllm(monkeypatch, width, changes):
+    found = []
+    for on in (True, False):
+        monkeypatch.setattr(parts, "_active", frozenset({PART} if on else ()))
+        found.append(search_online(online.BeamSearchOnlineMixin, width, **changes))
+    (ours, our_prompts), (theirs, their_prompts) = found
+    assert sorted(our_prompts) == sorted(their_prompts)
+    assert len(ours) == width
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == other
+        assert all(type(entry) is dict for entry in one.logprobs)
+    if not changes:
+        assert width == 1 or {"stop"} == {o.finish_reason for o in ours if o.stop_reason == EOS}
+
+
+def test_a_servers_search_ranks_as_many_candidates_as_there_are_beams(monkeypatch):
+    made = []
+    items = beams.Candidates.items
+    monkeypatch.setattr(
+        beams.Candidates, "items", lambda self: iter(made.append(1) or pair for pair in items(self))
+    )
+    monkeypatch.setattr(parts, "_active", frozenset({PART}))
+    search_online(online.BeamSearchOnlineMixin, 16, 3, ignore_eos=True)
+    # in each step the width, and at most two tokens a beam that may end it
+    assert 3 * 16 <= len(made) <= 3 * 16 + 2 * (1 + 16 + 16)
 
 
 def test_beams_of_one_candidate_share_a_dictionary(monkeypatch):
@@ -112,14 +145,15 @@ def test_no_garbage_is_collected_within_a_step(monkeypatch):
 @pytest.mark.parametrize("scores", ["ties", "different"])
 def test_vllm_ranks_as_many_candidates_as_there_are_beams(monkeypatch, scores):
     ranked = []
-    choose = beams.choose_candidates
+    choose = beams.Step.choose
 
-    def noted(searched, results, *args):
-        choose(searched, results, *args)
-        chosen = [len(list(r.outputs[0].logprobs[0].items())) for r in results]
-        ranked.append((sum(chosen), len(chosen)))
+    def noted(step):
+        searched = [candidates for _, candidates in step._beams]
+        choose(step)
+        if searched:
+            ranked.append((sum(len(c.chosen) for c in searched), len(searched)))
 
-    monkeypatch.setattr(beams, "choose_candidates", noted)
+    monkeypatch.setattr(beams.Step, "choose", noted)
     run(monkeypatch, on=True, width=16, num_steps=4, ignore_eos=True, score=SCORES[scores])
     # a candidate that could end its beam is chosen as well
     assert ranked and all(16 <= total <= 16 + number for total, number in ranked)
