@@ -105,6 +105,39 @@ def test_several_samples_of_one_prompt(both):
     assert_shared(ours, factor=2.0)
 
 
+def search(llm, prompts: list[str], width: int, max_tokens: int) -> list[list[tuple]]:
+    """The sequences of ``LLM.beam_search``: tokens, score, log-probabilities of each position."""
+    from vllm.sampling_params import BeamSearchParams
+
+    found = llm.beam_search(
+        [{"prompt": prompt} for prompt in prompts], BeamSearchParams(width, max_tokens)
+    )
+    return [
+        [
+            (
+                list(beam.tokens),
+                beam.cum_logprob,
+                [{token: entry.logprob for token, entry in p.items()} for p in beam.logprobs],
+            )
+            for beam in output.sequences
+        ]
+        for output in found
+    ]
+
+
+def test_beams_are_those_of_vllm(ours, stock):
+    prompts = [ask(q, DOCUMENT[:1500]) for q in QUESTIONS[:2]]
+    found, expected = (engine.call(search, prompts, 8, 6) for engine in (ours, stock))
+    for one, other in zip(found, expected, strict=True):
+        assert len(one) == 8
+        for (tokens, score, logprobs), theirs in zip(one, other, strict=True):
+            assert tokens == theirs[0]
+            assert score == pytest.approx(theirs[1], abs=1e-3)
+            for position, their_position in zip(logprobs, theirs[2], strict=True):
+                assert position.keys() == their_position.keys()
+                assert position == pytest.approx(their_position, abs=1e-3)
+
+
 def next_tokens(checkpoint: Path, prompt: str, count: int) -> tuple[int, ...]:
     """The greedy tokens of transformers."""
     import torch
