@@ -48,8 +48,10 @@ ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 def fork_engines() -> None:
     """Fork the engines of this process from one that has imported vLLM, which takes each of them
-    ten seconds of processor time otherwise. For CPUs: drivers of GPUs do not survive a fork. A
-    process has one fork server, whatever it forks.
+    ten seconds of processor time otherwise. For CPUs: drivers of GPUs do not survive a fork.
+
+    A process has one fork server, whatever it forks. An engine has its own environment, but what
+    vLLM reads from it on import is as it was when the server started.
     """
     global _start_method
     _start_method = "forkserver"
@@ -287,7 +289,7 @@ def _serve(pipe: Connection, environment: dict[str, str], engine_args: dict[str,
     os.setpgid(0, 0)  # so that close() also reaches what vLLM spawns
     _end_with_parent(pipe)
     for name in _INHERITED - environment.keys():  # removed since the fork server has started
-        del os.environ[name]
+        os.environ.pop(name, None)
     os.environ.update(environment)
     try:
         from vllm import LLM
