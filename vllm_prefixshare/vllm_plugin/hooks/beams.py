@@ -51,40 +51,27 @@ class _SearchOf:
     """
 
     def __init__(self, serving: Any, beam_width: int) -> None:
-        self._serving = serving
-        self._client = serving.engine_client
-        self._beam_width = beam_width
-        # a candidate that is chosen for no need is ranked by vLLM as before
+        client = serving.engine_client
+        # all tokens that may end a beam; vLLM ranks them anew where they do not
         eos = serving.renderer.get_tokenizer().eos_token_id
-        configured = serving.engine_client.input_processor.generation_config_fields
-        more = configured.get("eos_token_id") or ()
-        self._eos_token_ids = {eos, *(more if isinstance(more, list | tuple) else (more,))} - {None}
-        self._step: Any = None
-        self._step_name = ""
+        more = client.input_processor.generation_config_fields.get("eos_token_id") or ()
+        eos_token_ids = {eos, *(more if isinstance(more, list | tuple) else (more,))} - {None}
+        self._serving = serving
+        self.engine_client = _ClientOf(client, beam_width, eos_token_ids)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._serving, name)
-
-    @property
-    def engine_client(self) -> Any:
-        return _ClientOf(self._client, self)
-
-    def step_of(self, request_id: str) -> Any:
-        """The step of a request: those of a step have names of their own after "-beam-"."""
-        from vllm_prefixshare.vllm_plugin.prompts.beams import Step
-
-        name = request_id.rpartition("-beam-")[0]
-        if name != self._step_name:
-            self._step, self._step_name = Step(self._beam_width, self._eos_token_ids), name
-        return self._step
 
 
 class _ClientOf:
     """A client of an engine during a beam search."""
 
-    def __init__(self, client: Any, search: _SearchOf) -> None:
+    def __init__(self, client: Any, beam_width: int, eos_token_ids: set[int]) -> None:
         self._client = client
-        self._search = search
+        self._beam_width = beam_width
+        self._eos_token_ids = eos_token_ids
+        self._step: Any = None
+        self._step_name = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -92,8 +79,14 @@ class _ClientOf:
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncIterator[Any]:
-        ids = prompt["prompt_token_ids"]
-        step = self._search.step_of(request_id)
+        from vllm_prefixshare.vllm_plugin.prompts.beams import Step
+
+        # the requests of a step have one name, and a number after "-beam-"
+        name = request_id.rpartition("-beam-")[0]
+        if name != self._step_name:
+            self._step_name = name
+            self._step = Step(self._beam_width, self._eos_token_ids)
+        ids, step = prompt["prompt_token_ids"], self._step
         sampling_params.flat_logprobs = True
         async for result in self._client.generate(prompt, sampling_params, request_id, **kwargs):
             ids.next_logprobs = result.outputs[0].logprobs
