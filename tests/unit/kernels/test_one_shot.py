@@ -64,8 +64,8 @@ def in_processes(launches: list[tuple[int, ...]], late: dict[int, float], patien
     from vllm_prefixshare.kernels.one_shot import one_shot_bytes
 
     size = len(launches)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])  # not Triton, which reads TRITON_INTERPRET
+    # not forked as engines are: Triton reads TRITON_INTERPRET when it is imported
+    context = multiprocessing.get_context("spawn")
     num_bytes = one_shot_bytes(size, max(TOKENS) * HEADS, HEAD_DIM, 2)
     memory = [torch.zeros(num_bytes, dtype=torch.uint8).share_memory_() for _ in range(size)]
     pipes, processes = [], []
