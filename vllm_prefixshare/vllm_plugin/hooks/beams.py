@@ -51,13 +51,17 @@ class _SearchOf:
     """
 
     def __init__(self, serving: Any, beam_width: int) -> None:
+        from vllm.sampling_params import SamplingParams
+
         client = serving.engine_client
-        # all tokens that may end a beam; vLLM ranks them anew where they do not
-        eos = serving.renderer.get_tokenizer().eos_token_id
-        more = client.input_processor.generation_config_fields.get("eos_token_id") or ()
-        eos_token_ids = {eos, *(more if isinstance(more, list | tuple) else (more,))} - {None}
+        # tokens that may end a beam: releases up to 0.32 take the first alone and rank the others
+        ending = SamplingParams()
+        ending.update_from_generation_config(
+            client.input_processor.generation_config_fields,
+            serving.renderer.get_tokenizer().eos_token_id,
+        )
         self._serving = serving
-        self.engine_client = _ClientOf(client, beam_width, eos_token_ids)
+        self.engine_client = _ClientOf(client, beam_width, ending.all_stop_token_ids)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._serving, name)
@@ -114,6 +118,14 @@ def hook_step(module: ModuleType) -> None:
     """
     from vllm.logprobs import FlatLogprobs
 
+    from vllm_prefixshare.vllm_plugin.prompts.beams import append_position
+
+    def appending(original: Function) -> Function:
+        def append_fast(self: Any, *args: Any, **kwargs: Any) -> None:
+            (append_position if is_enabled(PART) else original)(self, *args, **kwargs)
+
+        return append_fast
+
     def wrapper(original: Function) -> Function:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not is_enabled(PART):
@@ -130,16 +142,7 @@ def hook_step(module: ModuleType) -> None:
         return step
 
     wrap(module.BeamSearchOfflineMixin, "_beam_search_step", wrapper)
-    wrap(FlatLogprobs, "append_fast", _appending_at_once)
-
-
-def _appending_at_once(original: Function) -> Function:
-    def append_fast(self: Any, *args: Any, **kwargs: Any) -> None:
-        from vllm_prefixshare.vllm_plugin.prompts.beams import append_position
-
-        (append_position if is_enabled(PART) else original)(self, *args, **kwargs)
-
-    return append_fast
+    wrap(FlatLogprobs, "append_fast", appending)
 
 
 def hook_search(module: ModuleType) -> None:
