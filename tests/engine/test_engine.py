@@ -125,7 +125,7 @@ def search(llm, prompts: list[str], width: int, max_tokens: int) -> list[list[tu
     ]
 
 
-def test_beams_are_those_of_vllm(ours, stock):
+def test_beams_match_vllm(ours, stock):
     prompts = [ask(q, DOCUMENT[:1500]) for q in QUESTIONS[:2]]
     found, expected = (engine.call(search, prompts, 8, 6) for engine in (ours, stock))
     for one, other in zip(found, expected, strict=True):

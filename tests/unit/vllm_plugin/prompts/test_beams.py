@@ -44,7 +44,7 @@ def run(monkeypatch, on, *options, **changes):
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("width", [1, 4, 16])
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_sequences_are_those_of_vllm(monkeypatch, scores, width, ignore_eos):
+def test_sequences_match_vllm(monkeypatch, scores, width, ignore_eos):
     (ours, our_prompts), (theirs, their_prompts) = (
         run(monkeypatch, on, width, ignore_eos=ignore_eos, score=SCORES[scores])
         for on in (True, False)
@@ -65,7 +65,7 @@ def test_sequences_are_those_of_vllm(monkeypatch, scores, width, ignore_eos):
     [{"ignore_eos": True}, {}, {"include_stop_str_in_output": True, "length_penalty": 0.3}],
     ids=["no end", "ends", "ends with their token"],
 )
-def test_a_servers_sequences_are_those_of_vllm(monkeypatch, width, changes):
+def test_a_servers_sequences_match_vllm(monkeypatch, width, changes):
     found = []
     for on in (True, False):
         monkeypatch.setattr(parts, "_active", frozenset({PART} if on else ()))
@@ -189,7 +189,7 @@ def test_a_restricted_step_is_left_to_vllm(monkeypatch, restriction):
     assert seen == [(llm, False)] * 2
 
 
-def test_positions_are_those_of_vllm(monkeypatch):
+def test_positions_match_vllm(monkeypatch):
     """Also where the engine returns more log-probabilities than were asked for."""
     monkeypatch.setattr(parts, "_active", frozenset())
     ours, theirs = FlatLogprobs(), FlatLogprobs()
