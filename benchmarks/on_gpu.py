@@ -26,11 +26,6 @@ PROGRAM = "benchmarks.on_gpu"
 
 PUBLISHED = Path(__file__).parent / "published"
 ENGINE = "-m benchmarks.engine --start-together"
-#: FastTree's workloads: 512 requests of Llama-2-7B need a GPU for each engine
-ENGINES_APART = (
-    f"{ENGINE} --apart --memory 0.9 --breakdown --tokens 256 --repeats 2 "
-    "--workloads fasttree_a,fasttree_b,fasttree_c,fasttree_d"
-)
 #: workloads on which PREFIX_SHARE is compared with other baselines than FLASH_ATTN
 OPPOSED = "doc32k,docs8k,samples,doc4k,unshared"
 #: benchmarks whose interrupted runs can be resumed
@@ -54,8 +49,6 @@ NEW = {
     "engine_flashforge": (
         f"{ENGINE} --breakdown --tokens 32 --repeats 2 --workloads {','.join(FLASHFORGE)}"
     ),
-    "engine_fasttree_llama2": f"{ENGINES_APART} --shape llama2-7b",
-    "engine_fasttree_mistral": f"{ENGINES_APART} --shape mistral-7b",
 }
 
 

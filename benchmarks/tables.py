@@ -60,7 +60,15 @@ PAGES = {
             Section("Other baselines", "engine", engine.opponents_table),
             Section("Torch 2.14 and Triton 3.8", "engine_newest", engine.engine_table),
             Section("GRPO with long samples", "engine_grpo", engine.engine_table),
-            Section("Documents of 8k to 120k tokens", "engine_sweep", engine.sweep_table),
+            Section("Documents of 8k to 120k tokens", "engine_sweep", engine.breakdown_table),
+            Section(
+                "FastTree's workloads, Mistral-7B",
+                "engine_fasttree_mistral",
+                engine.breakdown_table,
+            ),
+            Section(
+                "FastTree's workloads, Llama-2-7B", "engine_fasttree_llama2", engine.engine_table
+            ),
             Section("Tensor parallelism, 8B", "engine_tp2", engine.engine_table),
             Section("Tensor parallelism, 70B", "engine_tp2_70b", engine.engine_table),
             Section("An fp8 KV cache", "engine_fp8", engine.engine_table),

@@ -164,8 +164,8 @@ def engine_time(side: Result) -> str:
     return f"{side['ms']:.2f}" + (f" ({spread[0]:.2f}-{spread[1]:.2f})" if spread else "")
 
 
-def sweep_table(result: Result) -> str:
-    """Times by the length of the document, and a step's GPU time by kind of kernel."""
+def breakdown_table(result: Result) -> str:
+    """Times of workloads, and a step's GPU time by kind of kernel."""
     kinds = {"attention": (ATTENTION,), "matrix products": (PRODUCTS,), "others": (WRITTEN, OTHER)}
     steps = result["rows"][0]["breakdown"][STOCK]["steps"]
 

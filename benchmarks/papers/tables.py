@@ -6,7 +6,6 @@ from benchmarks.papers import EXPERIMENTS, LEFT_OUT
 from benchmarks.papers.engine import from_engine
 from benchmarks.papers.experiment import Experiment, Results, good_points, span
 from benchmarks.papers.fasttree import TREES
-from benchmarks.papers.tree_attention import from_scale
 from benchmarks.support import published
 from benchmarks.support.charts import Chart, adaptive
 from benchmarks.support.published import Result, table, versions
@@ -27,7 +26,6 @@ FIGURE_9 = {
 OTHER_RUNS = {
     "flashforge-figure-7": ("engine_sweep", from_engine),
     "flashforge-figure-7-sweeps": ("engine_flashforge", from_engine),
-    "tree-attention-figure-3": ("scale", from_scale),
 }
 
 

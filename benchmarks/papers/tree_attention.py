@@ -190,17 +190,6 @@ def run_ranks(setting: Setting, tokens: int, ranks: int = 2, heads: int = HEADS)
     return {"ranks": ranks, **row}
 
 
-def from_scale(scale: dict) -> dict:
-    """Results of this experiment from rows of ``benchmarks.kernel.scale`` with one request."""
-    rows = [row for row in scale["rows"] if row["requests"] == 1]
-    return {
-        **scale,
-        "device": f"{scale['ranks']} x {scale['device']}",
-        "of_points": len(rows),
-        "points": {f"{row['tokens']} tokens": row for row in rows},
-    }
-
-
 def ranks_sentence(results: Results) -> str:
     over: dict[int, list[float]] = {}
     for f in results.values():
