@@ -4,10 +4,12 @@ In each step of a beam search vLLM makes a ``Logprob`` and a sequence of every c
 beam_width per beam, and ranks all of them. beam_width candidates become beams. Here vLLM returns
 the log-probabilities as flat lists, NumPy finds the candidates that can be among the best, and
 vLLM's own code ranks these. The log-probabilities of the sequences that are returned become
-dictionaries at the end.
+dictionaries when they are read.
 """
 
+from collections import UserList
 from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
@@ -158,10 +160,31 @@ def append_position(
     flat.end_indices.append(len(flat.logprobs))
 
 
+class BeamLogprobs(UserList[dict[int, Logprob]]):
+    """The log-probabilities of a returned sequence: vLLM's list of dictionaries, made when it is
+    first read. 256 beams have some 130,000 ``Logprob`` objects per step, which take longer than
+    the step's ranking, and most callers read none.
+
+    Args:
+        positions: `Candidates` or dictionaries.
+    """
+
+    def __init__(self, positions: Iterable[Any] = ()) -> None:
+        self._positions = positions
+
+    @cached_property
+    def data(self) -> list[dict[int, Logprob]]:  # type: ignore[override]
+        """The dictionaries; beams of one candidate share one."""
+        return [p.as_dict() if isinstance(p, Candidates) else p for p in self._positions]
+
+    def __copy__(self) -> "BeamLogprobs":
+        return BeamLogprobs(self.data.copy())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self.data,)
+
+
 def with_dictionaries(returned: Any) -> None:
     """Give what a search returns, a sequence or an output, vLLM's dictionaries."""
     if returned.logprobs is not None:
-        returned.logprobs = [
-            entry.as_dict() if isinstance(entry, Candidates) else entry
-            for entry in returned.logprobs
-        ]
+        returned.logprobs = BeamLogprobs(returned.logprobs)

@@ -1,7 +1,9 @@
 """Beam search that ranks the best candidates only: the same sequences as vLLM's own."""
 
+import copy
 import gc
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -98,6 +100,27 @@ def test_beams_of_one_candidate_share_a_dictionary(monkeypatch):
     for instance in ours:
         first = {id(beam.logprobs[0]) for beam in instance.beams}
         assert len(first) == 1
+
+
+def test_log_probabilities_become_dictionaries_when_they_are_read(monkeypatch):
+    made = []
+    as_dict = beams.Candidates.as_dict
+    monkeypatch.setattr(beams.Candidates, "as_dict", lambda self: made.append(1) or as_dict(self))
+    found = []
+    for on in (True, False):
+        monkeypatch.setattr(parts, "_active", frozenset({PART} if on else ()))
+        instances, _ = search(offline.BeamSearchOfflineMixin, 4, ignore_eos=True)
+        found.append([beam for instance in instances for beam in instance.beams])
+    ours, theirs = found
+    for beam in ours:
+        beams.with_dictionaries(beam)
+    assert not made
+    read = [copy.copy(ours[0].logprobs), *(beam.logprobs for beam in ours)]
+    wanted = [theirs[0].logprobs, *(beam.logprobs for beam in theirs)]
+    assert len(read[0]) == len(made) > 1
+    assert read == wanted and wanted == read
+    pickled = pickle.loads(pickle.dumps(read))
+    assert pickled == wanted and all(type(logprobs) is list for logprobs in pickled)
 
 
 def test_arrays_agree_with_the_tokens(monkeypatch):
