@@ -106,7 +106,7 @@ def test_several_samples_of_one_prompt(both):
 
 
 def search(llm, prompts: list[str], width: int, max_tokens: int) -> list[list[tuple]]:
-    """The sequences of ``LLM.beam_search``: tokens, score, log-probabilities of each position."""
+    """The sequences of ``LLM.beam_search``: tokens, text, score, log-probabilities of positions."""
     from vllm.sampling_params import BeamSearchParams
 
     found = llm.beam_search(
@@ -116,6 +116,7 @@ def search(llm, prompts: list[str], width: int, max_tokens: int) -> list[list[tu
         [
             (
                 list(beam.tokens),
+                beam.text,
                 beam.cum_logprob,
                 [{token: entry.logprob for token, entry in p.items()} for p in beam.logprobs],
             )
@@ -130,10 +131,10 @@ def test_beams_match_vllm(ours, stock):
     found, expected = (engine.call(search, prompts, 8, 6) for engine in (ours, stock))
     for one, other in zip(found, expected, strict=True):
         assert len(one) == 8
-        for (tokens, score, logprobs), theirs in zip(one, other, strict=True):
-            assert tokens == theirs[0]
-            assert score == pytest.approx(theirs[1], abs=1e-3)
-            for position, their_position in zip(logprobs, theirs[2], strict=True):
+        for (*same, score, logprobs), theirs in zip(one, other, strict=True):
+            assert tuple(same) == theirs[:2]
+            assert score == pytest.approx(theirs[2], abs=1e-3)
+            for position, their_position in zip(logprobs, theirs[3], strict=True):
                 assert position.keys() == their_position.keys()
                 assert position == pytest.approx(their_position, abs=1e-3)
 

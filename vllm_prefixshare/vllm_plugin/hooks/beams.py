@@ -8,79 +8,88 @@ from typing import Any
 
 from vllm_prefixshare.utils.garbage import collection_paused
 from vllm_prefixshare.vllm_plugin.hooks.wrapping import Function, Hook, wrap
+from vllm_prefixshare.vllm_plugin.prompts import detokenization
 from vllm_prefixshare.vllm_plugin.prompts.copies import PART
 from vllm_prefixshare.vllm_plugin.prompts.parts import is_enabled
 from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
 
 
-class _StepOf:
-    """An ``LLM`` during a step of beam search: of what it returns, candidates are chosen.
+class _Substitute:
+    """An object of vLLM with other attributes.
 
     Args:
-        llm: the object that vLLM's function gets as ``self``.
-        arguments: its other arguments by name.
+        original: has all attributes but these.
     """
 
-    def __init__(self, llm: Any, arguments: dict[str, Any]) -> None:
-        self._llm = llm
-        self._instances = arguments["instances_batch"]
-        self._beam_width = arguments["beam_width"]
-        eos = arguments.get("eos_token_id")  # one token in releases up to 0.32
-        self._eos_token_ids = arguments.get("eos_token_ids", () if eos is None else (eos,))
+    def __init__(self, original: Any, **attributes: Any) -> None:
+        self._original = original
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._llm, name)
+        return getattr(self._original, name)
 
-    def _render_and_run_requests(self, *args: Any, **kwargs: Any) -> Any:
-        from vllm_prefixshare.vllm_plugin.prompts.beams import Step
 
-        results = self._llm._render_and_run_requests(*args, **kwargs)
+def _with_candidates(llm: Any, arguments: dict[str, Any]) -> _Substitute:
+    """An ``LLM`` for a step of beam search: of what it returns, candidates are chosen.
+
+    Args:
+        arguments: of the step, by name.
+    """
+    from vllm_prefixshare.vllm_plugin.prompts.beams import Step
+
+    eos = arguments.get("eos_token_id")  # one token in releases up to 0.32
+    eos_token_ids = arguments.get("eos_token_ids", () if eos is None else (eos,))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = llm._render_and_run_requests(*args, **kwargs)
         of_beams = iter(results)
-        for instance in self._instances:
-            step = Step(self._beam_width, self._eos_token_ids)
+        for instance in arguments["instances_batch"]:
+            step = Step(arguments["beam_width"], eos_token_ids)
             for beam in instance.beams:
                 step.add(beam.cum_logprob, next(of_beams).outputs[0])
         return results
 
+    return _Substitute(llm, _render_and_run_requests=run)
 
-class _SearchOf:
-    """A server's endpoint during one beam search: its engine returns candidates.
 
-    Args:
-        serving: the object that vLLM's function gets as ``self``.
+def _decoding_once(llm: Any, params: Any) -> Any:
+    """An ``LLM`` for a beam search: its tokenizer decodes what beams have in common once. A search
+    with a grammar needs the tokenizer itself.
     """
-
-    def __init__(self, serving: Any, beam_width: int) -> None:
-        from vllm.sampling_params import SamplingParams
-
-        client = serving.engine_client
-        # tokens that may end a beam: releases up to 0.32 take the first alone and rank the others
-        ending = SamplingParams()
-        ending.update_from_generation_config(
-            client.input_processor.generation_config_fields,
-            serving.renderer.get_tokenizer().eos_token_id,
-        )
-        self._serving = serving
-        self.engine_client = _ClientOf(client, beam_width, ending.all_stop_token_ids)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._serving, name)
+    if not is_enabled(detokenization.PART) or params.structured_outputs is not None:
+        return llm
+    tokenizer = llm.renderer.get_tokenizer()
+    decoder = detokenization.CommonPrefixDecoder(tokenizer)
+    tokenizer = _Substitute(tokenizer, decode=decoder.decode)
+    return _Substitute(llm, renderer=_Substitute(llm.renderer, get_tokenizer=lambda: tokenizer))
 
 
-class _ClientOf:
-    """A client of an engine during a beam search."""
+def _with_candidates_online(serving: Any, beam_width: int) -> _Substitute:
+    """A server's endpoint for one beam search: its engine returns candidates."""
+    from vllm.sampling_params import SamplingParams
 
-    def __init__(self, client: Any, beam_width: int, eos_token_ids: set[int]) -> None:
-        self._client = client
+    client = serving.engine_client
+    # tokens that may end a beam: releases up to 0.32 take the first alone and rank the others
+    ending = SamplingParams()
+    ending.update_from_generation_config(
+        client.input_processor.generation_config_fields,
+        serving.renderer.get_tokenizer().eos_token_id,
+    )
+    generate = _Generating(client.generate, beam_width, ending.all_stop_token_ids)
+    return _Substitute(serving, engine_client=_Substitute(client, generate=generate))
+
+
+class _Generating:
+    """``generate`` of an engine's client during a beam search."""
+
+    def __init__(self, generate: Function, beam_width: int, eos_token_ids: set[int]) -> None:
+        self._generate = generate
         self._beam_width = beam_width
         self._eos_token_ids = eos_token_ids
         self._step: Any = None
         self._step_name = ""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    async def generate(
+    async def __call__(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncIterator[Any]:
         from vllm_prefixshare.vllm_plugin.prompts.beams import Step
@@ -92,7 +101,7 @@ class _ClientOf:
             self._step = Step(self._beam_width, self._eos_token_ids)
         ids, step = prompt["prompt_token_ids"], self._step
         sampling_params.flat_logprobs = True
-        async for result in self._client.generate(prompt, sampling_params, request_id, **kwargs):
+        async for result in self._generate(prompt, sampling_params, request_id, **kwargs):
             ids.next_logprobs = result.outputs[0].logprobs
             step.add(ids.logprob, result.outputs[0])
             yield result
@@ -137,7 +146,7 @@ def hook_step(module: ModuleType) -> None:
                 for beam in (beam for i in kwargs["instances_batch"] for beam in i.beams):
                     if not isinstance(beam.tokens, TokenIds):
                         beam.tokens = TokenIds(beam.tokens)
-                return original(_StepOf(self, kwargs), *args, **kwargs)
+                return original(_with_candidates(self, kwargs), *args, **kwargs)
 
         return step
 
@@ -146,13 +155,13 @@ def hook_step(module: ModuleType) -> None:
 
 
 def hook_search(module: ModuleType) -> None:
-    """Return the log-probabilities as vLLM does."""
+    """Decode the prompt of beams once, and return the log-probabilities as vLLM does."""
 
     def wrapper(original: Function) -> Function:
-        def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def beam_search(self: Any, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
             from vllm_prefixshare.vllm_plugin.prompts.beams import with_dictionaries
 
-            outputs = original(self, *args, **kwargs)
+            outputs = original(_decoding_once(self, params), prompts, params, *args, **kwargs)
             for output in outputs:
                 for beam in output.sequences:
                     with_dictionaries(beam)
@@ -177,7 +186,7 @@ def hook_online_search(module: ModuleType) -> None:
             searched = self
             is_left = getattr(params, "allowed_token_ids", None) or "prompt_token_ids" not in prompt
             if is_enabled(PART) and not is_left:
-                searched = _SearchOf(self, params.beam_width)
+                searched = _with_candidates_online(self, params.beam_width)
                 prompt = {**prompt, "prompt_token_ids": BeamIds(prompt["prompt_token_ids"])}
             async for result in original(searched, prompt, request_id, params, *args, **kwargs):
                 for output in result.outputs:
@@ -204,11 +213,11 @@ HOOKS = (
     Hook(
         "vllm.entrypoints.generate.beam_search.offline",
         "BeamSearchOfflineMixin.beam_search",
-        "the log-probabilities of beams must be dictionaries",
+        "the prompt is decoded for each beam; the log-probabilities of beams must be dictionaries",
         "as for BeamSearchOfflineMixin._beam_search_step",
         hook_search,
         patch=(_PATCH,),
-        parts=("copies",),
+        parts=("copies", "detokenization"),
     ),
     Hook(
         "vllm.entrypoints.generate.beam_search.online",

@@ -1,4 +1,8 @@
-"""Starts the detokenizer's stream from the end of the prompt instead of the whole prompt.
+"""Decodes the text of a prompt once.
+
+A request's stream starts from the end of the prompt instead of the whole prompt (`init`), and the
+beams of a prompt, which `LLM.beam_search` returns with the prompt's text, take it from the first of
+them (`CommonPrefixDecoder`).
 
 vLLM gives `DecodeStream` the whole prompt, and the stream's first step decodes it twice. A step
 returns the text that its token appends to the text of all ids, and after the first returned text
@@ -29,6 +33,7 @@ from typing import Any, NamedTuple
 
 from vllm_prefixshare.vllm_plugin.prompts.known_code import is_known
 from vllm_prefixshare.vllm_plugin.prompts.parts import is_enabled, measured, report_once
+from vllm_prefixshare.vllm_plugin.prompts.token_ids import as_array, num_common_ids
 
 PART = "detokenization"
 #: Numbers of last ids in which to look for a tail, in this order.
@@ -90,6 +95,69 @@ def _find_start(backend: Any, ids: list[int], skip_special_tokens: bool) -> _Sta
         if size >= len(ids):
             break
     return None
+
+
+class CommonPrefixDecoder:
+    """Decodes lists of ids most of which begin as the one before: what they have in common up to a
+    tail T is decoded once, since decode(P + S) = X + decode(T + S).
+
+    Args:
+        tokenizer: as vLLM's renderer has it.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        backend = _unchanged_backend(tokenizer)
+        self._decoding = None if backend is None else _Decoding.of(backend)
+        #: the last ids that were decoded as a whole, and their text
+        self._ids, self._text = as_array([]), ""
+        #: where the tail starts, and the text before it; None where there is no tail
+        self._start = 0
+        self._head: str | None = None
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        """``tokenizer.decode``, with the same options in each call."""
+        with measured(PART) as counters:
+            counters.units += len(ids)
+            num_common = num_common_ids(self._ids, as_array(ids))
+            if self._head is None or num_common < self._start + _MIN_TAIL:
+                self._find_head(num_common, options)
+            if self._head is not None:
+                counters.shared_units += self._start
+                return self._head + str(self._tokenizer.decode(ids[self._start :], **options))
+            counters.fallbacks += 1
+            self._ids, self._text = as_array(ids), self._tokenizer.decode(ids, **options)
+            return self._text
+
+    def _find_head(self, num_common: int, options: dict[str, Any]) -> None:
+        """Divide the first ``num_common`` ids before a tail."""
+        self._head = None
+        if self._decoding is None:
+            return
+        skip_special_tokens = options.get("skip_special_tokens", False)
+        begin = max(1, num_common - _TAIL_SIZES[-1])
+        end = self._ids[begin:num_common].tolist()
+        while (first := self._decoding.first_safe(end, skip_special_tokens)) is not None:
+            self._start = num_common - len(end) + first
+            tail = self._tokenizer.decode(self._ids[self._start :].tolist(), **options)
+            if self._text.endswith(tail):  # not if its first token continues a word
+                self._head = self._text.removesuffix(tail)
+                return
+            del end[: first + 1]
+
+
+def _unchanged_backend(tokenizer: Any) -> Any:
+    """The backend of a tokenizer that returns its text unchanged; None for others."""
+    from transformers import PreTrainedTokenizerFast as Fast
+
+    if not isinstance(tokenizer, Fast) or type(tokenizer)._decode is not Fast._decode:
+        return None
+    backend = tokenizer._tokenizer
+    # transformers from 5.0 on leaves the text of BPE models as it is
+    is_kept = type(backend.model).__name__ == "BPE" and not getattr(
+        tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", True
+    )
+    return backend if is_kept or not tokenizer.clean_up_tokenization_spaces else None
 
 
 class _Decoding:

@@ -10,6 +10,7 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 from tests.support import decoding
 from tests.support import shared_prefixes as cases
+from tests.support import tokenizers as families
 from vllm_prefixshare.vllm_plugin.prompts import detokenization, known_code, parts
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 12345 other things happen. " * 20
@@ -170,3 +171,48 @@ def test_another_vllm_starts_with_the_whole_prompt(monkeypatch, counters):
     assert counters.requests == 0
     assert len(messages) == 1
     detokenization._is_supported.cache_clear()
+
+
+def beams_of(rnd, tokenizer, prompts, width):
+    """Random ends of the ids of texts, some of which have a part of them in common."""
+    size = tokenizer.get_vocab_size()
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        for _ in range(width):
+            yield ids + [rnd.randrange(size) for _ in range(rnd.randrange(1, 12))]
+        ids += [rnd.randrange(size) for _ in range(8)]
+        for _ in range(width):
+            yield ids + [rnd.randrange(size) for _ in range(rnd.randrange(1, 4))]
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("name", decoding.KINDS)
+def test_beams_take_the_text_of_their_prompt_from_the_first(counters, name, skip_special_tokens):
+    rnd = Random(name)
+    backend = decoding.backend(name)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False
+    )
+    decoder = detokenization.CommonPrefixDecoder(tokenizer)
+    prompts = [TEXT, families.random_text(rnd, 40), TEXT[:-1] + "\N{ROCKET}", "x", TEXT]
+    options = {"skip_special_tokens": skip_special_tokens}
+    for ids in beams_of(rnd, backend, prompts, width=6):
+        assert decoder.decode(ids, **options) == tokenizer.decode(ids, **options)
+    length = len(backend.encode(TEXT, add_special_tokens=False).ids)
+    assert counters.shared_units >= 3 * 11 * (length - 64)
+    assert counters.fallbacks < counters.requests / 4
+
+
+@pytest.mark.parametrize("change", ["clean-up", "decode"])
+def test_a_tokenizer_that_changes_the_text_decodes_each_beam(counters, change):
+    class Changing(transformers.PreTrainedTokenizerFast):
+        def _decode(self, *args, **kwargs):
+            return super()._decode(*args, **kwargs).upper()
+
+    kind = Changing if change == "decode" else transformers.PreTrainedTokenizerFast
+    backend = decoding.backend("WordPiece without clean-up")
+    tokenizer = kind(tokenizer_object=backend, clean_up_tokenization_spaces=change == "clean-up")
+    decoder = detokenization.CommonPrefixDecoder(tokenizer)
+    for ids in beams_of(Random(0), backend, [TEXT], width=4):
+        assert decoder.decode(ids) == tokenizer.decode(ids)
+    assert counters.fallbacks == counters.requests == 8
