@@ -1,11 +1,9 @@
-"""The packages, and README with the addresses that a package index needs; the rest is in
-pyproject.toml.
-"""
+"""README with the addresses that a package index needs; the rest is in pyproject.toml."""
 
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 
 ROOT = Path(__file__).parent
 
@@ -21,10 +19,4 @@ def readme() -> str:
     )
 
 
-setup(
-    # `vllm-prefixshare patch` reads the series, which lie beside the package in the repository
-    packages=[*find_packages(include=["vllm_prefixshare*"]), "vllm_prefixshare.patches"],
-    package_dir={"vllm_prefixshare.patches": "patches"},
-    long_description=readme(),
-    long_description_content_type="text/markdown",
-)
+setup(long_description=readme(), long_description_content_type="text/markdown")

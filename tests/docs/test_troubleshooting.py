@@ -27,4 +27,4 @@ def test_a_remedy_is_recognised():
     assert names_remedy("... is not valid: set it to ...")
     assert names_remedy("kernel must be one of ..., got ...")
     assert not names_remedy("... cannot be read (...).")
-    assert not names_remedy("vLLM in ... is patched already.")
+    assert not names_remedy("tokenizer ... cannot be loaded (...).")

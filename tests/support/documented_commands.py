@@ -24,6 +24,7 @@ from vllm_prefixshare.settings import VARIABLES, read
 ROOT = Path(__file__).parents[2]
 #: Variables of other programs that may stand before a command.
 OTHERS = {
+    "GIT_DIR",
     "OMP_NUM_THREADS",
     "VLLM_ATTENTION_BACKEND",
     "VLLM_LOGGING_LEVEL",

@@ -134,17 +134,14 @@ def wheel(sdist, tmp_path_factory) -> Path:
 
 
 def in_checkout() -> set[str]:
-    """The files of the package and the patches, by path in the checkout."""
+    """The files of the package, by path in the checkout."""
     own = {p for p in PACKAGE.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
-    patches = {*ROOT.glob("patches/*/*.patch"), ROOT / "patches" / "README.md"}
-    return {p.relative_to(ROOT).as_posix() for p in own | patches}
+    return {p.relative_to(ROOT).as_posix() for p in own}
 
 
-def test_the_wheel_has_the_package_the_patches_and_nothing_else(wheel):
+def test_the_wheel_has_the_package_and_nothing_else(wheel):
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
-    expected = {n if n.startswith("vllm_prefixshare/") else f"vllm_prefixshare/{n}"
-                for n in in_checkout()}  # fmt: skip
-    assert names == expected
+    assert names == in_checkout()
     assert wheel.name == f"vllm_prefixshare-{vllm_prefixshare.__version__}-py3-none-any.whl"
 
 
@@ -282,5 +279,3 @@ def test_the_sdist_works_beside_vllm(sdist, tmp_path):
     doctor = run(bin_ / "vllm-prefixshare", "doctor", "--json", cwd=tmp_path)
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
     assert json.loads(doctor.stdout)["ok"]
-    status = run(bin_ / "vllm-prefixshare", "patch", "status", "--json", cwd=tmp_path)
-    assert status.returncode == 0, status.stdout + status.stderr

@@ -48,11 +48,6 @@ WRITERS = {
     # the folder that VLLM_PREFIXSHARE_METRICS names, or a temporary one
     "vllm_plugin/observability/metrics.py": {"mkdir", "TemporaryDirectory", "TemporaryFile"},
     "vllm_plugin/observability/metric_files.py": {"mkdir", "os.open", "rename", "unlink"},
-    # the copy of vLLM that the command names
-    "cli/patch.py": {
-        "TemporaryDirectory", "mkdir", "write_bytes", "touch", "unlink", "rmtree", "copyfile",
-        "copy2", "copymode", "replace",
-    },
 }  # fmt: skip
 
 

@@ -9,13 +9,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import vllm_prefixshare
-from vllm_prefixshare.cli import (
-    doctor,
-    estimate,
-    inspect_plans,
-    measure_costs,
-    patch,
-)
+from vllm_prefixshare.cli import doctor, estimate, inspect_plans, measure_costs
 from vllm_prefixshare.cli.options import HelpFormatter
 from vllm_prefixshare.core import PrefixShareError
 
@@ -24,7 +18,6 @@ COMMANDS: dict[str, ModuleType] = {
     "inspect": inspect_plans,
     "estimate": estimate,
     "profile": measure_costs,
-    "patch": patch,
 }
 
 EXAMPLE = """\
