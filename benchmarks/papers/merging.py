@@ -9,11 +9,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from tests.support.reference_attention import reference_attention_and_lse
 from vllm_prefixshare import merge_states
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.interface import Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states as launch_merging
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.kernels.workspace import PartialResults, Workspace
 from vllm_prefixshare.planning.plan import DecodePlan
 

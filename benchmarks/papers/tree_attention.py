@@ -249,7 +249,7 @@ def check_energy(setting: Setting) -> Iterator[Point]:
         def run(num_shards=num_shards, causal=causal) -> Figures:
             import torch
 
-            from vllm_prefixshare.distributed import energy
+            from benchmarks.papers import energy
 
             torch.manual_seed(0)
             tokens, seq_lens = 64, torch.arange(1, 65) if causal else None

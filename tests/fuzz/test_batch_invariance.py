@@ -14,11 +14,11 @@ import torch
 
 from tests.support import decode_paths as paths
 from tests.support.gpu_layer import KERNELS, THERE
+from tests.support.reference_attention import reference_attention
 from tests.support.triton_interpreter import bfloat16_in_the_interpreter  # noqa: F401
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
-from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.planner import DecodePlanner

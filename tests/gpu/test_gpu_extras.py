@@ -8,9 +8,9 @@ import torch
 from benchmarks.support.trees import tree
 from tests.support.gpu_layer import BF16, DEVICE, KERNELS, ON_GPU, Layer, at_boundaries, poison
 from tests.support.paged_batches import relative_error
+from tests.support.reference_attention import reference_attention_and_lse
 from vllm_prefixshare import LayerExtras, PrefixShareError
 from vllm_prefixshare.kernels.extras import PLAIN
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.profiling.gpu_timing import capture
 
 pytestmark = ON_GPU

@@ -18,11 +18,11 @@ from tests.support.gpu_layer import (
     poison,
 )
 from tests.support.latent_batches import RANK, SCALE, SCALES, WIDTH, let_scores_rise
+from tests.support.reference_attention import reference_attention_and_lse
 from vllm_prefixshare import PrefixShareDecodeWrapper
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.aot.compilation import load_cache_write
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.profiling.gpu_timing import capture
 
 FP8 = torch.float8_e4m3fn

@@ -27,8 +27,8 @@ from tests.support.gpu_backend import (
 )
 from tests.support.latent_batches import RANK, SCALE, WIDTH, expected
 from tests.support.paged_batches import PagedBatch, relative_error
+from tests.support.reference_attention import reference_attention
 from vllm_prefixshare.kernels.mla_hopper import launch as kernel
-from vllm_prefixshare.kernels.reference import reference_attention
 
 # FLASH_ATTN_MLA imports functions that need a GPU, up to vLLM 0.32 from this package
 extension = ModuleType("vllm.vllm_flash_attn")

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.reference_attention import reference_attention_and_lse
 from vllm_prefixshare import PrefixShareDecodeWrapper
 from vllm_prefixshare.kernels.extras import PLAIN, LayerExtras
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.window import first_in_window
 
 

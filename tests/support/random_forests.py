@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.support import fuzz_scale as scale
 from tests.support.planning_cases import LinearCost, make_batch
+from tests.support.reference_attention import reference_attention
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.gpu_executor import GpuExecutor
-from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.plan import DecodePlan

@@ -50,8 +50,7 @@ def reduce_lse(ranks: Ranks, lse: torch.Tensor) -> torch.Tensor:
 
 def reduce_by_energy(ranks: Ranks, mine: Partial) -> tuple[torch.Tensor, torch.Tensor]:
     """Algorithm 2: the log-sum-exp over all ranks first, then the sum of the outputs, each
-    weighted by its share of it. ``energy`` derives it. Arguments and results as in
-    ``reduce_by_gather``.
+    weighted by its share of it. Arguments and results as in ``reduce_by_gather``.
     """
     total = reduce_lse(ranks, mine.lse)
     share = torch.exp(mine.lse - _finite(total))[..., None]

@@ -26,8 +26,8 @@ from benchmarks.support.workload_sets import (
     token_tree_parents,
     workload_set,
 )
+from tests.support.reference_attention import reference_attention
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.kernels.reference import reference_attention
 
 ROOT = Path(__file__).parents[3]
 

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.kernel import ablation, bench
 from tests.support.cli_runs import write_model
+from tests.support.reference_attention import reference_attention
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.cli import measure_costs
 from vllm_prefixshare.cli.main import main
@@ -24,7 +25,6 @@ from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 from vllm_prefixshare.kernels.geometry import HOPPER
 from vllm_prefixshare.kernels.interface import HostBatch
 from vllm_prefixshare.kernels.portable.launch import PortableKernel
-from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.kernels.registry import Choice
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.costs import lookup as tables

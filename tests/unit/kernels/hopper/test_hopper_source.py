@@ -11,6 +11,7 @@ from benchmarks.support.trees import Workload, tree
 from tests.support.gluon_interpreter import launch_before, load_kernel
 from tests.support.paged_batches import PagedBatch, relative_error
 from tests.support.portable_kernel import tree_reference
+from tests.support.reference_attention import reference_attention_and_lse
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.kernels.catalog import Gpu
 from vllm_prefixshare.kernels.extras import LayerExtras
@@ -18,7 +19,6 @@ from vllm_prefixshare.kernels.hopper import launch as hopper
 from vllm_prefixshare.kernels.interface import Tensors
 from vllm_prefixshare.kernels.merge_states import merge_states
 from vllm_prefixshare.kernels.plans import planner_config
-from vllm_prefixshare.kernels.reference import reference_attention_and_lse
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
 from vllm_prefixshare.planning.forest.token_tree import ancestor_masks
 from vllm_prefixshare.planning.planner import DecodePlanner

@@ -18,10 +18,10 @@ from tests.support.gpu_backend import WITHOUT_GPU
 from tests.support.latent_backend import HEADS, SPEC, LatentGroup, interpret_latents
 from tests.support.latent_batches import RANK, WIDTH, expected, latent_batch, quantised
 from tests.support.paged_batches import PagedBatch, relative_error
+from tests.support.reference_attention import reference_attention
 from vllm_prefixshare import PrefixShareError
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.kernels.extras import LayerExtras
-from vllm_prefixshare.kernels.reference import reference_attention
 from vllm_prefixshare.vllm_plugin.backends.mla import fp8, latent
 from vllm_prefixshare.vllm_plugin.eligibility.layer import FP8_LATENT_BLOCK, LayerSpec
 from vllm_prefixshare.vllm_plugin.eligibility.platform import CUDA_DTYPES, GPU_EXTRAS, Platform

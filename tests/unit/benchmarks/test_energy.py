@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from vllm_prefixshare.distributed.energy import (
+from benchmarks.papers.energy import (
     KVShard,
     attention_by_gradient,
     attention_by_shards,

@@ -3,8 +3,8 @@
 The energy of a query is ``F(source) = log sum_a exp(q k_a + source v_a)``, and attention is its
 gradient with respect to ``source`` at zero (observation 1). The energy is one reduction over the
 tokens, so tokens may be in shards, and so may its gradient: that is why decode over sharded KV
-needs a reduction and no ring. ``tree_reduction`` reduces what kernels compute; this module has the
-derivation itself, for any dtype and device, differentiable.
+needs a reduction and no ring. ``distributed.tree_reduction`` reduces what kernels compute; this
+module has the derivation itself, for any dtype and device, differentiable.
 
 Shapes of all functions: queries ``[num_queries, num_qo_heads, head_dim]``, keys and values
 ``[num_tokens, num_kv_heads, head_dim]`` with ``num_kv_heads`` dividing ``num_qo_heads``, sources
