@@ -10,7 +10,6 @@ import numpy as np
 
 from vllm_prefixshare.cli.options import (
     DEFAULT_SHAPE,
-    MAX_BLOCK_SIZE,
     attention_of,
     check_cache_argument,
     check_range,
@@ -21,9 +20,7 @@ from vllm_prefixshare.cli.served import in_engine
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.planning.costs.gpus import NamedGpu
-from vllm_prefixshare.utils.trusted_files import read_text
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import (
-    MAX_LAYERS,
     LayerKind,
     layer_kinds,
     special_weights,
@@ -33,12 +30,13 @@ from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
 
 #: Files that hold a checkpoint's weights.
 WEIGHTS = ("*.safetensors", "*.bin")
-#: Lists which of them vLLM loads; it has up to 9 MB for the largest models.
-INDEX, MAX_INDEX_BYTES = "model.safetensors.index.json", 64 << 20
+#: Lists which of them vLLM loads.
+INDEX = "model.safetensors.index.json"
 #: The same weights in Mistral's own format.
 COPY = "consolidated*"
 MAX_WEIGHTS_GB = 10_000
 MAX_GPUS = 1024
+MAX_LAYERS = 4096
 #: Part of a GPU's memory that vLLM takes by default (``gpu_memory_utilization``).
 UTILIZATION = 0.92
 #: The model of ``DEFAULT_SHAPE``, its number of layers, and GB of its weights.
@@ -132,7 +130,6 @@ def estimated_model(args: argparse.Namespace) -> EstimatedModel:
     Raises:
         PrefixShareError: an option is out of range, or no layer would be served.
     """
-    check_range(args, "block-size", None, MAX_BLOCK_SIZE)
     check_cache_argument(args)
     gpu = gpu_named(args.gpu)
     platform = gpu_of(gpu.capability)
@@ -280,8 +277,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def _indexed(index: Path) -> set[str]:
     """Names of the files in an index of weights."""
     try:
-        return set(json.loads(read_text(index, MAX_INDEX_BYTES))["weight_map"].values())
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise PrefixShareError(
             f"{index} is not an index of weights: download it again, or give --weights-gb."
         ) from None

@@ -7,15 +7,9 @@ from typing import Any
 
 from vllm_prefixshare.config import CACHE_DTYPES, DTYPES, FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import (
-    MAX_HEADS,
-    LayerKind,
-    layer_kinds,
-)
+from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
 from vllm_prefixshare.vllm_plugin.eligibility.layer import USUAL_BLOCK
 
-#: Maximum ``--block-size``: a number must not make a command take all memory.
-MAX_BLOCK_SIZE = 1 << 16
 #: The attention shape without options, as in Llama-3.1-8B.
 DEFAULT_SHAPE = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
@@ -72,18 +66,15 @@ def add_cache_argument(command: argparse.ArgumentParser) -> None:
     )
 
 
-def check_range(args: argparse.Namespace, option: str, low: int | None, high: int) -> None:
+def check_range(args: argparse.Namespace, option: str, low: int, high: int) -> None:
     """Raise ``PrefixShareError`` if the number of an option is below ``low`` or above ``high``.
 
     Args:
         option: without dashes; it may be left out.
-        low: None if the lower limit is checked elsewhere.
     """
     value = getattr(args, option.replace("-", "_"))
-    if value is None or ((low is None or low <= value) and value <= high):
-        return
-    limits = f"at most {high}" if low is None else f"from {low} to {high}"
-    raise PrefixShareError(f"--{option} must be {limits}, got {value}.")
+    if value is not None and not low <= value <= high:
+        raise PrefixShareError(f"--{option} must be from {low} to {high}, got {value}.")
 
 
 def check_cache_argument(args: argparse.Namespace) -> None:
@@ -108,12 +99,10 @@ def attention_of(
         PrefixShareError: a number is out of range, the model cannot be read or has MLA, or no
             layer with such a cache would be served.
     """
-    check_range(args, "block-size", None, MAX_BLOCK_SIZE)
     if args.block_size is not None:
         block_size = args.block_size
     cache: str = getattr(args, "kv_cache_dtype", "auto")
     if args.model is None:
-        check_range(args, "num-qo-heads", None, MAX_HEADS)
         heads = shape_option(args, "num_qo_heads")
         shape = heads, shape_option(args, "num_kv_heads"), shape_option(args, "head_dim")
     else:

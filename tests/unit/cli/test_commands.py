@@ -29,7 +29,6 @@ from vllm_prefixshare.planning.costs.table import CostTable, Grid
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.settings import read, settings
 from vllm_prefixshare.vllm_plugin import compat, signatures
-from vllm_prefixshare.vllm_plugin.eligibility import checkpoint
 from vllm_prefixshare.vllm_plugin.eligibility import platform as platforms
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
 from vllm_prefixshare.vllm_plugin.eligibility.rules import refusal
@@ -660,16 +659,6 @@ def test_a_file_of_modelopt_beside_the_config_is_read_where_vllm_does(
     assert expected == (get_kv_cache_quant_algo_string(quantised) or "auto")
 
 
-@pytest.mark.parametrize("content", ["[1]", "{", "9" * 5000])
-def test_a_hostile_file_beside_the_config_gets_one_sentence(tmp_path, content, capsys):
-    path = write_model(tmp_path) / "hf_quant_config.json"
-    path.write_text(content)
-    assert main(["doctor", "--model", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"vllm-prefixshare: error: {path} does not describe a model (")
-    assert error.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("changes", "cache", "on_cpu", "expected"),
     [
@@ -789,8 +778,7 @@ def test_inspect_compares_every_divider(capsys):
         (["inspect", "--divider", "best"], "divider 'best' is unknown"),
         (["inspect", "--head-dim", "48"], "head_dim must be"),
         (["inspect", "--workers", "0"], "--workers must be from 1 to 65536, got 0"),
-        (["inspect", "--num-qo-heads", "9" * 9], "--num-qo-heads must be at most 4096"),
-        (["inspect", "--block-size", "9" * 9], "--block-size must be at most 65536"),
+        (["inspect", "--block-size", "9" * 10], "block_size must be at most 2147483647"),
         (
             ["profile", "--device", "cpu", "--num-qo-heads", "9", "--num-kv-heads", "3",
              "--head-dim", "64", "--block-size", "8"],
@@ -847,20 +835,15 @@ GOOD = {
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ("[" * 100_000, "recursion"),
-        ("9" * 5000, "4300"),
-        ({**GOOD, "num_attention_heads": 10**12}, "must be an integer up to 4096, not 1000000000"),
-        ({**GOOD, "num_attention_heads": 8.5}, "num_attention_heads must be an integer"),
+        ("{", "Expecting property name"),
+        ("[]", "it is not an object"),
         ({**GOOD, "num_attention_heads": None}, "it has no num_attention_heads"),
-        ({**GOOD, "num_key_value_heads": "2"}, "num_key_value_heads must be an integer"),
-        ({**GOOD, "hidden_size": -512}, "hidden_size must be an integer"),
         ({**GOOD, "hidden_size": None}, "it has no head_dim and no hidden_size"),
-        ({**GOOD, "num_key_value_heads": 3}, "8 query heads are no multiple of 3 KV heads"),
-        ({**GOOD, "attn_config": {"kv_n_heads": [2]}}, "kv_n_heads must be an integer"),
-        ({**GOOD, "head_dim": {"of": 64}}, "head_dim must be an integer"),
+        ({**GOOD, "num_hidden_layers": None}, "it has no num_hidden_layers"),
+        ({**GOOD, "linear_attn_config": {"kda": 4}}, "kda_layers"),
     ],
 )
-def test_a_hostile_model_gets_one_sentence(tmp_path, command, config, sentence, capsys):
+def test_a_wrong_model_gets_one_sentence(tmp_path, command, config, sentence, capsys):
     path = tmp_path / "config.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
     prompts = [str(tmp_path / "p"), "--gpu", "H200"] if command == "estimate" else []
@@ -875,85 +858,6 @@ def test_latents_have_no_shape_for_other_commands(tmp_path, capsys):
     model = str(write_model(tmp_path, **MLA, head_dim=64))
     assert main(["inspect", "--model", model]) == 2
     assert "config.json has multi-head latent attention" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "layers",
-    [
-        {"num_hidden_layers": 10**15},
-        {"num_hidden_layers": "four"},
-        {"num_hidden_layers": 0},
-        {"num_hidden_layers": None},
-        {"num_hidden_layers": None, "layer_types": ["full_attention"]},
-        {"layer_types": 7},
-        {"full_attention_interval": 10**15},
-        {"sliding_window": 8, "sliding_window_pattern": [4]},
-        {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": "all"},
-        {"kv_lora_rank": "wide"},
-        {"quantization_config": 8},
-        {"quantization_config": {"quant_method": "modelopt", "quantization": 8}},
-        {"quantization_config": {"producer": 8, "quantization": {"quant_algo": "FP8"}}},
-        {"model_type": "kimi_linear", "linear_attn_config": [4]},
-        {"linear_attn_config": {"kda": 4}},
-        {"linear_attn_config": {"kda_layers": [[1]]}},
-        {"model_type": "nemotron_h", "hybrid_override_pattern": 4},
-        {"layers_block_type": 4},
-        {"num_hidden_layers": None, "layers_block_type": 4},
-        {"per_layer_config": [4]},
-        {"per_layer_config": {"first": {}}},
-        {"per_layer_config": {"0": {"head_dim": [64]}}},
-        {"per_layer_config": {str(i): {"head_dim": i} for i in range(99)}, "num_hidden_layers": 99},
-        {"model_type": "gemma4_text", "global_head_dim": "wide"},
-        {"model_type": "minicpm3", "qk_nope_head_dim": None},
-        {"model_type": "zamba2", "attention_head_dim": -1},
-        {"model_type": "qwen2_5_omni", "thinker_config": 4},
-        {"attn_type_list": {"0": 1}, "num_hidden_layers": 1},
-        {"model_type": "bamba", "attn_layer_indices": 4},
-        {"attn_layer_period": "8"},
-        {"dtype": "bfloat16\n\x1b[2J"},
-        {"torch_dtype": ["bfloat16"]},
-        {"sliding_window": "\x1b[2J"},
-        {"attention_chunk_size": 64, "no_rope_layer_interval": 10**15},
-    ],
-)
-def test_hostile_layers_get_one_sentence(tmp_path, layers, capsys):
-    assert main(["doctor", "--model", str(write_model(tmp_path, **layers))]) == 2
-    error = capsys.readouterr().err
-    assert "config.json does not describe a model" in error
-    assert error.count("\n") == 1 and error[:-1].isprintable()
-
-
-def test_a_pipe_is_not_waited_for(tmp_path, capsys):
-    os.mkfifo(tmp_path / "config.json")
-    assert main(["doctor", "--model", str(tmp_path)]) == 2
-    assert "config.json does not describe a model (it is a pipe)" in capsys.readouterr().err
-
-
-def test_layers_are_looked_up_at_once(tmp_path, monkeypatch):
-    """A hostile file has room for a list that takes 10 s to search for every layer."""
-
-    class Counted(int):
-        compared = 0
-
-        def __eq__(self, other: object) -> bool:
-            Counted.compared += 1
-            return int(self) == other
-
-        __hash__ = int.__hash__
-
-    linear = {"kda_layers": [Counted(0)] * 100}
-    config = GOOD | {"num_hidden_layers": 50, "linear_attn_config": linear}
-    monkeypatch.setattr(checkpoint, "_checked_fields", lambda folder: config)
-    (kind,) = layer_kinds(tmp_path)
-    assert (kind.count, kind.attention) == (50, True)
-    assert Counted.compared < 200
-
-
-def test_a_models_file_that_is_too_large_is_not_read(tmp_path, capsys):
-    with (tmp_path / "config.json").open("wb") as file:
-        file.truncate(1 << 40)  # sparse
-    assert main(["inspect", "--model", str(tmp_path)]) == 2
-    assert "larger than the 1 MiB that are read" in capsys.readouterr().err
 
 
 def test_profile_writes_a_table_that_the_backend_would_load(tmp_path, capsys):

@@ -445,7 +445,6 @@ def test_weights_that_a_folder_has_twice_count_once(tmp_path):
         "{}",
         '{"weight_map": [1]}',
         '{"weight_map": {"a": [1]}}',
-        "[" * 10**6,
     ):
         index.write_text(wrong)
         with pytest.raises(PrefixShareError, match="is not an index of weights: download it"):
@@ -514,7 +513,7 @@ def test_too_many_blocks_are_refused(tmp_path, monkeypatch, capsys):
         (["{path}", "--batch", "0"], "--batch must be from 1 to"),
         (["{path}", "--output-tokens", "-1"], "--output-tokens must be from 0 to"),
         (["{path}", "--head-dim", "48"], "head_dim must be"),
-        (["{path}", "--block-size", "9" * 30], "--block-size must be at most"),
+        (["{path}", "--block-size", "9" * 30], "block_size must be at most"),
         (
             ["{path}", "--weights-gb", "16", "--num-kv-heads", "4"],
             "--weights-gb needs the number of layers",
