@@ -8,18 +8,30 @@ from typing import Any
 
 import numpy as np
 
-from vllm_prefixshare.cli.recorded_plans import Recorded, is_count, recorded
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import IntArray, PrefixShareError
-from vllm_prefixshare.utils.trusted_files import read_text
-from vllm_prefixshare.vllm_plugin.observability.tracing import MAX_BYTES
+from vllm_prefixshare.planning.plan import DecodePlan
+from vllm_prefixshare.vllm_plugin.observability.tracing import (
+    PLAN_ARRAYS,
+    TracedEngine,
+    TracedPlan,
+)
 
-#: Largest batch that is read or made; a file is at most ``MAX_BYTES``, as a trace.
+#: Largest batch that is made.
 MAX_REQUESTS = 16384
 MAX_ENTRIES = 1 << 24
 #: Longest request; planning counts tokens in 32 bits, with some to spare.
 MAX_TOKENS = 1 << 28
 #: vLLM pads its block tables with block 0, which no request holds.
 NULL_BLOCK_ID = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A plan as an engine ran it."""
+
+    engine: TracedEngine
+    made: TracedPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +113,10 @@ def read_batch(path: Path, step: int | None = None) -> Batch:
             the last of them.
 
     Raises:
-        PrefixShareError: the file is empty, not of that form, or too large, or has no such line.
+        PrefixShareError: the file is empty, or not of that form, or has no such line.
     """
     try:
-        text = read_text(path, MAX_BYTES)
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as e:
         raise PrefixShareError(f"{path} cannot be read ({e}).") from None
     if not text.strip():
@@ -112,62 +124,85 @@ def read_batch(path: Path, step: int | None = None) -> Batch:
             f"{path} is empty: name a file with block tables, or trace a server that decodes with "
             "PREFIX_SHARE."
         )
-    lines = _objects(text)
-    if step is not None and not -len(lines) <= step < len(lines):
-        raise PrefixShareError(
-            f"--step must be from {-len(lines)} to {len(lines) - 1} for {path}, got {step}."
-        )
     try:
+        found = _objects(text)
+        sizes = [len(data["kv_lens"]) for data in found]
         if step is None:
-            step = max(range(len(lines)), key=lambda i: (_num_requests(lines[i]), i))
-        step %= len(lines)
-        name = path.name if len(lines) == 1 else f"{path.name}, step {step} of {len(lines)}"
-        return _batch(name, json.loads(lines[step]))
-    except (ValueError, RecursionError) as e:
-        raise PrefixShareError(f"{path} is not a block-table file: {e}.") from None
-
-
-def _num_requests(line: str) -> int:
-    data = json.loads(line)
-    lens = data.get("kv_lens") if isinstance(data, dict) else None
-    return len(lens) if isinstance(lens, list) else 0
-
-
-def _objects(text: str) -> list[str]:
-    """The texts of the objects, one on each line, or a single one over several lines."""
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines if lines[0].rstrip().endswith("}") else [text]
-
-
-def _batch(name: str, data: Any) -> Batch:
-    """The batch that ``data`` describes. Raises ValueError with what is wrong."""
-    keys = ("block_size", "block_tables", "kv_lens")
-    if not isinstance(data, dict) or any(key not in data for key in keys):
-        raise ValueError(f"it must be an object with {', '.join(keys)}")
-    size, tables, lens = (data[key] for key in keys)
-    if not is_count(size, 1 << 16) or size == 0:
-        raise ValueError("block_size must be an integer from 1 to 65536")
-    if not isinstance(tables, list) or not isinstance(lens, list) or len(tables) != len(lens):
-        raise ValueError("block_tables and kv_lens must be lists, one entry for each request")
-    if not 1 <= len(lens) <= MAX_REQUESTS:
-        raise ValueError(f"it must have from 1 to {MAX_REQUESTS} requests, not {len(lens)}")
-    for i, (row, length) in enumerate(zip(tables, lens, strict=True)):
-        if not is_count(length, MAX_TOKENS) or length == 0:
-            raise ValueError(f"kv_lens[{i}] must be an integer from 1 to {MAX_TOKENS}")
-        if not isinstance(row, list) or not all(is_count(n, (1 << 31) - 1) for n in row):
-            raise ValueError(f"block_tables[{i}] must be a list of integers, 0 or more")
-        if len(row) < -(-length // size):
-            raise ValueError(
-                f"block_tables[{i}] has {len(row)} blocks of {size} tokens, too few for the "
-                f"{length} of kv_lens[{i}]"
+            step = max(range(len(found)), key=lambda i: (sizes[i], i))
+        elif not -len(found) <= step < len(found):
+            raise PrefixShareError(
+                f"--step must be from {-len(found)} to {len(found) - 1} for {path}, got {step}."
             )
-    width = max(map(len, tables))
-    if len(lens) * width > MAX_ENTRIES:
-        raise ValueError(
-            f"{len(lens)} requests with up to {width} blocks are more than {MAX_ENTRIES} entries"
-        )
-    table = np.full((len(lens), width), NULL_BLOCK_ID, np.int32)
+        step %= len(found)
+        name = path.name if len(found) == 1 else f"{path.name}, step {step} of {len(found)}"
+        return _batch(name, found[step])
+    except PrefixShareError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError) as e:
+        reason = f"it has no {e}" if isinstance(e, KeyError) else str(e)
+        raise PrefixShareError(f"{path} is not a block-table file: {reason}.") from None
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """The objects, one on each line, or a single one over several lines."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return [json.loads(x) for x in (lines if lines[0].rstrip().endswith("}") else [text])]
+
+
+def _batch(name: str, data: dict[str, Any]) -> Batch:
+    """The batch that ``data`` describes. Raises ValueError with what is wrong."""
+    size, tables = data["block_size"], data["block_tables"]
+    seq_lens = np.array(data["kv_lens"], np.int32)
+    if not len(seq_lens) or len(tables) != len(seq_lens):
+        raise ValueError("block_tables and kv_lens must be lists, one entry for each request")
+    table = np.full((len(tables), max(map(len, tables))), NULL_BLOCK_ID, np.int32)
     for i, row in enumerate(tables):
         table[i, : len(row)] = row
-    seq_lens = np.array(lens, np.int32)
-    return Batch(name, table, seq_lens, size, recorded(data, table, seq_lens))
+        if not 1 <= seq_lens[i] <= len(row) * size:
+            raise ValueError(
+                f"block_tables[{i}] has {len(row)} blocks of {size} tokens, and kv_lens[{i}] is "
+                f"{seq_lens[i]}"
+            )
+    return Batch(name, table, seq_lens, size, _recorded(data, table, seq_lens))
+
+
+def _recorded(data: dict[str, Any], table: IntArray, seq_lens: IntArray) -> Recorded | None:
+    """The engine and the plan that ``Trace.record`` wrote; None in a file with block tables."""
+    if "engine" not in data:
+        return None
+    engine, plan, size = data["engine"], data["plan"], data["block_size"]
+    shape = {"features": (), **engine["attention"], "block_size": size}
+    arrays = {name: np.array(plan[name], np.int32) for name in PLAN_ARRAYS}
+    tile_us = np.array(plan["tile_us"], np.float64)
+    return Recorded(
+        TracedEngine(
+            AttentionConfig(**shape | {"features": tuple(shape["features"])}),
+            engine["query_len"],
+            _printable(engine["device"]),
+            _printable(engine["kernel"]),
+            _printable(plan["divider"]),
+            _printable(plan["default_divider"]),
+        ),
+        TracedPlan(
+            DecodePlan(
+                num_reqs=len(seq_lens),
+                block_size=size,
+                tile_cost=tile_us,
+                planned_seq_lens=seq_lens,
+                **arrays,
+            ),
+            table,
+            seq_lens,
+            plan["kv_tokens"],
+            plan["kv_tokens_read"],
+            plan["merge_us"],
+            plan["unshared_us"],
+            plan["unshared"] and _printable(plan["unshared"]),
+            plan["plan_ms"] / 1e3,
+        ),
+    )
+
+
+def _printable(text: str) -> str:
+    """A text of a file, without codes for the terminal."""
+    return ascii(text)[1:-1]

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, Batch
-from vllm_prefixshare.cli.recorded_plans import Recorded
+from vllm_prefixshare.cli.batches import NULL_BLOCK_ID, Batch, Recorded
 from vllm_prefixshare.config import AttentionConfig, PlannerConfig
 from vllm_prefixshare.core import Forest, PrefixShareError
 from vllm_prefixshare.kernels.catalog import CATALOG, SHARED_MEMORY, Gpu, candidates

@@ -1,6 +1,5 @@
 """``inspect`` of a trace shows the plan that the engine ran, and counts as the engine counted."""
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -211,52 +210,17 @@ def test_options_that_a_trace_answers_are_refused(trace, capsys, options):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("field", "value", "sentence"),
     [
-        ({"engine": []}, "engine and plan must be objects"),
-        ({"plan": None}, "engine and plan must be objects"),
-        ({"engine.query_len": 0}, "query_len must be a number of tokens"),
-        ({"engine.device": 5}, "device must be a string"),
-        ({"engine.attention": {"heads": 3}}, "attention must be an object with some of dtype,"),
-        ({"engine.attention.num_kv_heads": 3}, "a layer: num_qo_heads must be a multiple of num_"),
-        ({"engine.attention": {}}, "attention is not the shape of a layer"),
-        ({"engine.attention.features": 7}, "attention is not the shape of a layer"),
-        ({"engine.attention.head_dim": "64"}, "a layer: head_dim must be"),
-        ({"plan.divider": None}, "divider must be a string"),
-        ({"plan.kv_tokens": -1}, "kv_tokens must be a number of tokens"),
-        ({"plan.kv_tokens": 0}, "kv_tokens must be a number of tokens"),
-        ({"plan.unshared": 3}, "unshared must be a string"),
-        ({"plan.unshared_us": float("nan")}, "unshared_us must be times, 0 or more"),
-        ({"plan.tile_us": [1.0]}, "its plan has work_indptr that do not fit together"),
-        ({"plan.tile_us": "1"}, "tile_us must be times, 0 or more"),
-        ({"plan.run_row": [0, 1.5]}, "run_row must be a list of integers"),
-        ({"plan.run_row": [0]}, "its plan has KV ranges that do not fit together"),
-        ({"plan.run_row": [3, 0, 0, 2, 1]}, "its plan has requests that do not fit"),
-        ({"plan.tile_req_indices": [0, 0, 1, 0, 1, 0, 0, 1]}, "its plan has requests that do not"),
-        ({"plan.tile_us": [0] * 5}, "its plan has tile_us that do not fit"),
-        ({"plan.run_kv_start": [0, 32, 70, 32, 48]}, "its plan has KV tokens that do not fit"),
-        ({"plan.run_kv_end": [32, 1000, -1, -1, -1]}, "its plan has KV tokens that do not fit"),
-        ({"plan.run_reader_end": [4, 2, 1, 1, 1]}, "its plan has readers that do not fit"),
-        (
-            {"plan.tile_run_indptr": [0, (1 << 31) - 1, -2, 3, 4, 5]},
-            "its plan has tile_run_indptr that do not fit",
-        ),
-        ({"plan.work_indptr": []}, "its plan has work_indptr that do not fit"),
-        ({"plan.work_indptr": [0] * ((1 << 16) + 1) + [5]}, "its plan has work queues that"),
-        ({"plan.tile_req_indptr": [0, 3, 5, 6, 8]}, "its plan has work tiles that do not fit"),
+        ("engine", {"query_len": 1}, "it has no 'attention'"),
+        ("engine", {"attention": {"heads": 3}}, "unexpected keyword argument 'heads'"),
+        ("plan", {}, "it has no 'work_indptr'"),
+        ("plan", None, "'NoneType'"),
     ],
 )
-def test_a_wrong_plan_gets_one_sentence(trace, capsys, changes, sentence):
+def test_a_line_of_another_version_gets_one_sentence(trace, capsys, field, value, sentence):
     Group().step(TABLE, LENS)
-    line = json.loads(trace.read_text())
-    assert line["plan"]["run_kv_end"] == [32, 48, -1, -1, -1], "the cases depend on it"
-    for path, value in copy.deepcopy(changes).items():
-        *folders, name = path.split(".")
-        record = line
-        for folder in folders:
-            record = record[folder]
-        record[name] = value
-    trace.write_text(json.dumps(line))
+    trace.write_text(json.dumps(json.loads(trace.read_text()) | {field: value}))
     assert main(["inspect", str(trace)]) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1

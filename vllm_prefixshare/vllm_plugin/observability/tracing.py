@@ -23,7 +23,7 @@ from vllm_prefixshare.vllm_plugin.observability.log import logger
 VARIABLE = "VLLM_PREFIXSHARE_TRACE"
 #: Maximum size of a trace; later batches are not recorded.
 MAX_BYTES = 16 << 20
-#: Arrays of a ``DecodePlan`` that a trace holds: its work tiles and the KV ranges that they read.
+#: Arrays of integers of a ``DecodePlan`` that a trace holds.
 PLAN_ARRAYS = (
     "work_indptr",
     "tile_req_indptr",
@@ -34,6 +34,8 @@ PLAN_ARRAYS = (
     "run_kv_end",
     "run_reader_start",
     "run_reader_end",
+    "partial_indices",
+    "merge_indptr",
 )
 
 
