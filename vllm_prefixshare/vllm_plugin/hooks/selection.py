@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from enum import EnumMeta
 from types import ModuleType
 from typing import Any
 
@@ -42,14 +41,10 @@ def hook_backend_enum(module: ModuleType) -> None:
     Made as ``AttentionBackendEnum.register`` makes dynamic members (vLLM 0.32 and later), but it
     pickles as a call of ``backend_member``: spawned workers unpickle their configuration in a
     process that has not made it yet.
-
-    A misspelt PREFIX_SHARE is rejected where vLLM would list the names of all backends.
     """
     enum = module.AttentionBackendEnum
     if BACKEND_NAME in enum._member_map_:
         return
-    if type(enum) is not EnumMeta:  # that one belongs to every other enum, too
-        wrap(type(enum), "__getitem__", _name_the_backend)
     member = object.__new__(enum)
     member._name_, member._value_ = BACKEND_NAME, CUDA_BACKEND
     member.__reduce_ex__ = lambda protocol: (backend_member, ())
@@ -57,20 +52,6 @@ def hook_backend_enum(module: ModuleType) -> None:
     enum._member_map_[BACKEND_NAME] = member
     enum._value2member_map_[CUDA_BACKEND] = member
     enum._member_names_.append(BACKEND_NAME)
-
-
-def _name_the_backend(original: Function) -> Function:
-    def find(cls: Any, name: Any) -> Any:
-        try:
-            return original(cls, name)
-        except (KeyError, ValueError):
-            if isinstance(name, str) and is_misspelt(name):
-                raise PrefixShareError(
-                    f"{name!r} is not an attention backend: name {BACKEND_NAME}, or one of vLLM's."
-                ) from None
-            raise
-
-    return find
 
 
 def backend_member() -> Any:
@@ -85,12 +66,6 @@ def is_ours(backend: Any) -> bool:
     """Whether a chosen backend, as enum member or name, is PREFIX_SHARE. None: vLLM's choice."""
     name = backend if isinstance(backend, str) else getattr(backend, "name", "")
     return bool(name.upper() == BACKEND_NAME)
-
-
-def is_misspelt(name: str) -> bool:
-    """Whether the name of no backend is close to PREFIX_SHARE."""
-    close = difflib.get_close_matches(name.upper(), [BACKEND_NAME])
-    return bool(close) and not is_ours(name)
 
 
 def hook_environment(module: ModuleType) -> None:
@@ -204,7 +179,7 @@ def named_by_environment() -> bool:
         PrefixShareError: the variable holds a misspelt PREFIX_SHARE.
     """
     name = os.environ.get(ENV_VAR, "")
-    if is_misspelt(name):
+    if not is_ours(name) and difflib.get_close_matches(name.upper(), [BACKEND_NAME]):
         raise PrefixShareError(
             f"{ENV_VAR}={name!r} is not an attention backend: set it to {BACKEND_NAME} or unset it."
         )

@@ -24,7 +24,6 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends import registry as vllm_backends
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
-from tests.support.dummy_model import write_llama_8b
 from tests.support.processes import run_python
 from tests.support.variables import set_variables
 from vllm_prefixshare import PrefixShareError
@@ -203,30 +202,6 @@ def test_a_misspelt_name_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "PREFIXSHARE")
     with pytest.raises(PrefixShareError, match="'PREFIXSHARE' is not an attention backend"):
         selection.choose_from_environment(engine_args())
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_an_argument_with_a_misspelt_name_is_one_line_and_status_2(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/vllm", "serve"])
-    args = EngineArgs(model=str(write_llama_8b(tmp_path)), attention_backend="Prefix-Share")
-    with pytest.raises(SystemExit) as ended:
-        args.create_engine_config()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(
-        "vllm: error: 'PREFIX-SHARE' is not an attention backend: name PREFIX_SHARE, or one of "
-        "vLLM's.\n"
-    )
-
-
-def test_only_a_misspelt_name_of_ours_is_refused_in_our_words():
-    enum = vllm_backends.AttentionBackendEnum
-    with pytest.raises(PrefixShareError):
-        enum["PREFIXSHARE"]
-    for other in ("FLASH_ATN", None, 5):
-        with pytest.raises(ValueError, match="Valid options are: ") as theirs:
-            enum[other]
-        assert not isinstance(theirs.value, PrefixShareError)
-    assert enum["FLASH_ATTN"].name == "FLASH_ATTN"
 
 
 def test_a_named_kernel_is_refused_before_weights_are_loaded(monkeypatch):
