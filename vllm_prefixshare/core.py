@@ -18,8 +18,6 @@ RUN_KV_END = 2
 RUN_READER_START = 3
 RUN_READER_END = 4
 RUN_COLUMNS = 5
-#: Exit status of ``kernels.aot.fill_caches`` if Triton compiles no kernel that serves the layer.
-NOT_COMPILED = 3
 
 
 class PrefixShareError(ValueError):

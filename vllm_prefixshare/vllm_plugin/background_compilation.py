@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_prefixshare.config import FP8, FP8_CACHES, AttentionConfig
-from vllm_prefixshare.core import NOT_COMPILED, PrefixShareError
 from vllm_prefixshare.settings import settings
 from vllm_prefixshare.utils.trusted_files import own_folder
 from vllm_prefixshare.vllm_plugin.compat import decode_query_len
@@ -26,11 +25,7 @@ from vllm_prefixshare.vllm_plugin.observability.log import logger
 if TYPE_CHECKING:
     from vllm_prefixshare.kernels.interface import Kernel
 
-    Process = subprocess.Popen[str]
-
 LIBRARIES = ("triton", "numba")
-#: seconds after which an engine starts without knowing whether a kernel that was named compiles
-MAX_SECONDS = 120.0
 
 
 def start_planning() -> None:
@@ -43,20 +38,17 @@ def start_planning() -> None:
         _start("planning", {})
 
 
-def start_kernels(attention: AttentionConfig, config: Any) -> "Process | None":
+def start_kernels(attention: AttentionConfig, config: Any) -> None:
     """Compile the kernels for the layers of a ``VllmConfig`` in the background, unless an earlier
     start on this machine has, or layers with such a KV cache are not served.
 
     Args:
         attention: shape of the full-attention layers on one rank.
-
-    Returns:
-        Where a kernel was named, the process that compiles it, if one was started.
     """
     cache, latent = config.cache_config.cache_dtype, attention.kv_lora_rank is not None
     quantised = cache in FP8_CACHES
     if cache not in (None, "auto", attention.dtype) and not quantised:
-        return None
+        return
     shape: dict[str, Any] = {
         "num-qo-heads": attention.num_qo_heads,
         "num-kv-heads": attention.num_kv_heads,
@@ -71,23 +63,7 @@ def start_kernels(attention: AttentionConfig, config: Any) -> "Process | None":
         shape["kv-dtype"] = FP8
         if latent:
             shape["block-size"] = FP8_LATENT_BLOCK  # which vLLM sets later
-    return _start("kernels", shape)
-
-
-def refuse_what_does_not_compile(process: "Process") -> None:
-    """Wait for the process of ``start_kernels``, where a kernel was named: an engine that found
-    out in a worker would have loaded its weights.
-
-    Raises:
-        PrefixShareError: Triton cannot compile the kernel.
-    """
-    try:
-        said, _ = process.communicate(timeout=MAX_SECONDS)
-    except subprocess.TimeoutExpired:
-        _reap(process)  # the worker compiles what is missing
-        return
-    if process.returncode == NOT_COMPILED:
-        raise PrefixShareError(said.strip().splitlines()[-1])
+    _start("kernels", shape)
 
 
 @contextlib.contextmanager
@@ -101,16 +77,12 @@ def best_effort() -> Iterator[None]:
         logger().debug("Nothing is compiled ahead.", exc_info=True)
 
 
-def _reap(process: "Process") -> None:
-    threading.Thread(target=process.communicate, daemon=True).start()
-
-
-def _start(what: str, shape: dict[str, Any]) -> "Process | None":
+def _start(what: str, shape: dict[str, Any]) -> None:
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
     if capability is None:
-        return None
+        return
     gpu = {
         "capability": f"{capability.major}.{capability.minor}",
         "kernel": settings().kernel,
@@ -120,25 +92,17 @@ def _start(what: str, shape: dict[str, Any]) -> "Process | None":
     folder = own_folder(done.parent)
     # where nothing can be kept, an engine would wait for what it compiles anew
     if folder is None or done.exists() or not os.access(folder, os.W_OK):
-        return None
-    # a worker decides for latents: without a kernel they keep the parent's
-    named = settings().kernel != "auto"
-    waited_for = what == "kernels" and named and "kv-lora-rank" not in shape
+        return
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "vllm_prefixshare.kernels.aot.fill_caches", what, *arguments),
             f"--done={done}",
         ],
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if waited_for else subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        text=True,
-        errors="replace",
     )
-    if waited_for:
-        return process
-    _reap(process)
-    return None
+    threading.Thread(target=process.wait, daemon=True).start()  # leaves no zombie
 
 
 def load_planning(kernel: "Kernel", attention: AttentionConfig) -> None:

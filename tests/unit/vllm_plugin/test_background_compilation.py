@@ -1,9 +1,7 @@
 """Code that an engine compiles while it starts, and when no compilation is needed."""
 
 import errno
-import os
 import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError
 from threading import Thread
 from types import SimpleNamespace
@@ -11,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 from vllm.platforms import current_platform
 
-from tests.support.variables import set_variables
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.vllm_plugin import background_compilation
@@ -36,7 +33,7 @@ def started(monkeypatch, tmp_path) -> list[list[str]]:
 
     def popen(command: list[str], **options: object) -> SimpleNamespace:
         found.append(command)
-        return SimpleNamespace(communicate=lambda: None)
+        return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path))
     monkeypatch.setattr(subprocess, "Popen", popen)
@@ -116,78 +113,6 @@ def test_an_engine_starts_although_nothing_can_be_compiled_ahead(
     background_compilation.start_planning()
     with background_compilation.best_effort():
         background_compilation.start_kernels(LAYER, CONFIG)
-
-
-#: for ``sitecustomize``: a Triton without what the Hopper kernel imports
-WITHOUT_GLUON = """
-import sys
-
-class Missing:
-    def find_spec(self, name, *_):
-        if name.startswith("triton.experimental.gluon"):
-            raise ImportError(f"{name} has moved")
-
-sys.meta_path.insert(0, Missing())
-"""
-
-
-@pytest.fixture
-def named(monkeypatch, tmp_path) -> None:
-    """The Hopper kernel named, on a GPU that has it; folders for what is compiled."""
-    hopper = SimpleNamespace(major=9, minor=0)
-    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_: hopper)
-    set_variables(monkeypatch, CACHE=str(tmp_path), KERNEL="hopper")
-
-
-def test_a_named_kernel_that_does_not_compile_is_refused(named, monkeypatch, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT_GLUON)
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    monkeypatch.setenv("PYTHONPATH", path)
-    sentence = (
-        r"^kernel 'hopper' does not serve this layer \(.*has moved\): use kernel='auto', in an"
-    )
-    for _ in range(2):  # nothing says that it is compiled
-        process = background_compilation.start_kernels(LAYER, CONFIG)
-        assert process is not None
-        with pytest.raises(PrefixShareError, match=sentence):
-            background_compilation.refuse_what_does_not_compile(process)
-
-
-@pytest.mark.parametrize("end", ["exit(0)", "exit(1)", "exit(2)", "os.kill(os.getpid(), 9)"])
-def test_a_named_kernel_is_not_refused_for_another_reason(named, end):
-    """Such as a full disk, or no memory: then a worker compiles."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"import os; {end}"], stdout=subprocess.PIPE, text=True
-    )
-    background_compilation.refuse_what_does_not_compile(process)
-    assert process.returncode is not None
-
-
-def test_an_engine_waits_no_longer_than_it_should_for_a_named_kernel(named, monkeypatch):
-    monkeypatch.setattr(background_compilation, "MAX_SECONDS", 0.1)
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(1)"], stdout=subprocess.PIPE, text=True
-    )
-    background_compilation.refuse_what_does_not_compile(process)
-    assert process.poll() is None
-    process.wait()
-
-
-def test_nobody_waits_under_auto_or_for_latents(started, monkeypatch):
-    """Without a kernel, layers with latents keep the parent's backend."""
-    assert background_compilation.start_kernels(LAYER, CONFIG) is None
-    set_variables(monkeypatch, KERNEL="hopper")
-    latents = AttentionConfig(16, 1, 576, 64, kv_lora_rank=512)
-    assert background_compilation.start_kernels(latents, CONFIG) is None
-    assert len(started) == 2
-
-
-def test_a_process_that_is_not_waited_for_may_write_a_lot(named, monkeypatch):
-    monkeypatch.setattr(background_compilation, "MAX_SECONDS", 0.1)
-    code = "import sys, time; time.sleep(0.5); sys.stdout.write('x' * (1 << 20))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    background_compilation.refuse_what_does_not_compile(process)
-    assert process.wait(timeout=30) == 0
 
 
 @pytest.mark.parametrize("folder", ["file", "a" * 300, "read-only", "of others"])

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from vllm_prefixshare.config import FP8, KERNELS, AttentionConfig
-from vllm_prefixshare.core import NOT_COMPILED, PrefixShareError
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.aot.compilation import CompileError, load_cache_write
 from vllm_prefixshare.kernels.aot.dispatch import only_compile
 from vllm_prefixshare.kernels.aot.gpu_target import stand_in
@@ -50,8 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the program.
 
     Returns:
-        Exit status: 0 if all is compiled; 2 after an error on standard error; ``NOT_COMPILED`` if
-        Triton compiles no kernel that serves the layer, with the reason on standard output.
+        Exit status: 0 if all is compiled; 2 after an error on standard error.
     """
     parser = argparse.ArgumentParser(description=__doc__, prog="fill_caches")
     parser.add_argument("what", choices=("kernels", "planning"))
@@ -84,12 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
             warm_up_planning(make_kernel(name, attention, args.query_len, gpu), attention)
             print(f"compiled planning for kernel '{name}'")
         else:
-            candidates(attention, gpu, args.kernel, args.query_len)  # raises for other layers
-            try:
-                choice = first_that_compiles(attention, gpu, args.kernel, args.query_len)
-            except PrefixShareError as e:
-                print(e)  # on standard output; compilers write to standard error
-                return NOT_COMPILED
+            choice = first_that_compiles(attention, gpu, args.kernel, args.query_len)
             if choice.passed_over:
                 print(choice.passed_over, file=sys.stderr)
             if attention.kv_dtype is None:  # as in an engine

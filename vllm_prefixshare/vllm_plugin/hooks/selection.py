@@ -207,13 +207,10 @@ def _check_engine_config(config: Any, named: frozenset[str], offline: bool) -> N
         # a worker would reject it once it has loaded the weights
         if settings().kernel == "hopper":
             _check_hopper(current_platform.is_device_capability(90))
-        compiling = None
         with background_compilation.best_effort():  # as where no kernel serves the model's shape
             attention = _attention_of(config)
             if not _is_rejected(attention):
-                compiling = background_compilation.start_kernels(attention, config)
-        if compiling is not None:  # a kernel was named
-            background_compilation.refuse_what_does_not_compile(compiling)
+                background_compilation.start_kernels(attention, config)
     # its operator writes latents without the implementation, which makes them finite
     config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
     if not config.parallel_config.worker_extension_cls:
