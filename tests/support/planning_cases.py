@@ -144,13 +144,13 @@ def block_ids(symbols: int = 5, max_size: int = 5) -> st.SearchStrategy[list[int
 
 
 @st.composite
-def batches(draw: st.DrawFn, min_reqs: int = 1, max_reqs: int = 9) -> Batch:
+def batches(draw: st.DrawFn) -> Batch:
     """Forests of every shape: several roots, equal requests, requests that are prefixes of others,
     and requests that share nothing.
     """
     block_size = draw(st.sampled_from([1, 4, 16]))
     stretch = draw(st.integers(1, 6))  # blocks per symbol
-    words = draw(st.lists(block_ids(4, 4), min_size=min_reqs, max_size=max_reqs))
+    words = draw(st.lists(block_ids(4, 4), min_size=1, max_size=9))
     prefixes = [[s * stretch + i for s in word for i in range(stretch)] for word in words]
     tail = st.integers(1, 4 * block_size)
     tails = draw(st.lists(tail, min_size=len(words), max_size=len(words)))

@@ -403,18 +403,3 @@ def test_cuts_fall_on_block_borders_of_any_size(block_size):
     assert len(closed) > 7
     assert np.all(closed % block_size == 0)
     assert np.all(plan.run_kv_start % block_size == 0)
-
-
-def test_the_same_batch_gives_the_same_plan():
-    work = tree("3,12,90_700,300,50")
-    a, b = plan_of(work), plan_of(work)
-    for name in DecodePlan.__slots__:
-        assert np.array_equal(getattr(a, name), getattr(b, name)), name
-
-
-@quick(50)
-@given(st.sampled_from(sorted(COSTS)), st.integers(1, 40), st.integers(1, 40))
-def test_any_cost_model_will_do(cost, num_workers, num_reqs):
-    work = tree(f"1,{num_reqs}_2048,100")
-    plan = plan_of(work, cost=COSTS[cost], num_workers=num_workers)
-    assert np.all(plan.tile_cost > 0)

@@ -23,7 +23,6 @@ from tests.support.plan_oracle import (
 )
 from tests.support.planning_cases import (
     COSTS,
-    NULL_BLOCK,
     Batch,
     LinearCost,
     batches,
@@ -389,13 +388,6 @@ def test_more_workers_than_work_leaves_empty_ranges():
         plan = plan_of(batch, divider=divider, num_workers=40)
         assert len(plan.work_indptr) == 41
         assert_reads_once(plan, batch.block_table, batch.seq_lens)
-
-
-def test_null_blocks_of_several_rows_are_not_shared():
-    table = np.array([[5, NULL_BLOCK, 6], [5, NULL_BLOCK, 7]], np.int32)
-    batch = Batch(table, np.array([40, 40], np.int32), 16)
-    plan = plan_of(batch, divider="deft_node")
-    assert plan.kv_tokens_read(batch.seq_lens) == 16 + 24 + 24
 
 
 def test_an_unknown_divider_is_refused_and_the_known_ones_are_named():

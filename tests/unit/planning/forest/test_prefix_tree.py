@@ -21,16 +21,6 @@ def forest_of(*requests: list[int]) -> Forest:
     return forest_of_ids(list(requests), BLOCK_SIZE)
 
 
-def nodes(forest: Forest) -> list[tuple[int, int, int]]:
-    """(parent, start, end) of each node, in blocks."""
-    columns = (
-        forest.node_parent,
-        forest.node_start // BLOCK_SIZE,
-        forest.node_end // BLOCK_SIZE,
-    )
-    return list(zip(*(c.tolist() for c in columns), strict=True))
-
-
 def depth_first(requests: list[list[int]], rows: list[int], depth: int = 0) -> list[int]:
     """The rows in depth-first order, by definition; they have ``depth`` blocks in common."""
     if len(rows) == 1:
@@ -177,60 +167,3 @@ def test_the_first_difference_is_found_wherever_it_is(length):
         b[where::3] = -1
         for start in (0, min(where, 5), where):
             assert first_difference(a, b, start, length) == where
-
-
-@quick(60)
-@given(st.integers(0, 70), st.integers(1, 70), st.integers(1, 70))
-def test_long_runs_part_at_the_right_block(common, rest_a, rest_b):
-    shared = list(range(common))
-    forest = forest_of(
-        shared + list(range(1000, 1000 + rest_a)), shared + list(range(2000, 2000 + rest_b))
-    )
-    assert forest.private_start.tolist() == [common * BLOCK_SIZE] * 2
-    assert nodes(forest) == ([(-1, 0, common)] if common else [])
-
-
-@quick(60)
-@given(st.integers(1, 50), st.data())
-def test_one_different_block_ends_the_sharing(length, data):
-    a = list(range(length))
-    where = data.draw(st.integers(0, length - 1))
-    b = [*a[:where], 999, *a[where + 1 :]]
-    forest = forest_of(a, b)
-    assert forest.private_start.tolist() == [where * BLOCK_SIZE] * 2
-
-
-def test_three_levels_are_written_parents_first():
-    forest = forest_of([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6], [1, 7], [8, 9], [8, 9])
-    assert nodes(forest) == [(-1, 0, 1), (0, 1, 2), (1, 2, 3), (-1, 0, 2)]
-    assert (forest.node_reader_end - forest.node_reader_start).tolist() == [4, 3, 2, 2]
-    private = dict(zip(forest.request_rows.tolist(), forest.private_start.tolist(), strict=True))
-    expected = {0: 3, 1: 3, 2: 2, 3: 1, 4: 2, 5: 2}
-    assert private == {row: depth * BLOCK_SIZE for row, depth in expected.items()}
-
-
-def test_an_empty_tree_has_an_empty_forest():
-    forest = forest_of()
-    assert (forest.num_reqs, forest.num_nodes) == (0, 0)
-
-
-def test_requests_without_blocks_share_nothing():
-    forest = forest_of([], [], [1])
-    assert forest.num_nodes == 0
-    assert forest.private_start.tolist() == [0, 0, 0]
-
-
-def test_identical_requests_are_one_node_with_empty_private_parts():
-    forest = forest_of([1, 2], [1, 2], [1, 2])
-    assert nodes(forest) == [(-1, 0, 2)]
-    assert forest.private_start.tolist() == [2 * BLOCK_SIZE] * 3
-
-
-def test_a_request_that_is_a_prefix_of_others_ends_inside_their_tree():
-    forest = forest_of([1], [1, 2, 3], [1, 2, 4])
-    assert nodes(forest) == [(-1, 0, 1), (0, 1, 2)]
-
-
-def test_the_same_id_after_another_prefix_is_not_shared():
-    forest = forest_of([1, 5], [2, 5])
-    assert forest.num_nodes == 0

@@ -55,15 +55,6 @@ def test_chains_and_stars_to_the_last_bit_of_a_word(tokens):
     check([-1] * tokens, [tokens])
 
 
-def test_a_chain_is_the_causal_order():
-    masks = ancestor_masks(np.arange(-1, 69, dtype=np.int32), starts_of([70]))
-    assert [bits(row) for row in masks] == [set(range(i + 1)) for i in range(70)]
-
-
-def test_no_requests():
-    assert ancestor_masks(np.zeros(0, np.int32), np.zeros(1, np.int32)).shape == (0, 1)
-
-
 @pytest.mark.parametrize(
     ("parents", "counts", "sentence"),
     [
