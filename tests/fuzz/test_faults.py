@@ -119,39 +119,11 @@ def test_a_table_with_a_value_replaced_is_refused_or_usable(
     assert_refused_or_usable(tmp_path_factory.mktemp("t") / "t.json", json.dumps(tree))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\0" * 100, b"\xff\xfe", b"[" * 100_000, b"{}", b"[]", b"null", b'"table"', b"1" * 5000],
-)
-def test_what_is_not_a_table_is_refused(tmp_path, content):
-    with pytest.raises(PrefixShareError, match="not a usable cost table"):
-        load(tmp_path / "t.json", content)
-
-
 def test_a_table_that_is_too_large_is_not_read(tmp_path):
     with (tmp_path / "t.json").open("wb") as file:
         file.truncate(1 << 40)  # sparse
     with pytest.raises(PrefixShareError, match="larger than the 1 MiB that are read"):
         CostTable.load(tmp_path / "t.json")
-
-
-def test_a_table_of_a_future_format_is_refused(good_table, tmp_path):
-    data = json.loads(good_table)
-    data["format"] += 1
-    with pytest.raises(PrefixShareError, match=r"format \d+, expected \d+"):
-        load(tmp_path / "t.json", json.dumps(data))
-    data["format"] -= 1
-    data["fingerprint"]["colour"] = "green"
-    with pytest.raises(PrefixShareError, match="not a usable cost table"):
-        load(tmp_path / "t.json", json.dumps(data))
-
-
-def test_a_table_of_another_machine_is_refused_and_says_what_differs(tmp_path):
-    table = flashforge_table()
-    foreign = replace(table, fingerprint=replace(table.fingerprint, device="toaster", head_dim=64))
-    foreign.save(tmp_path / "t.json")
-    with pytest.raises(PrefixShareError, match=r"device 'toaster' instead of .*, head_dim 64"):
-        CostTable.load(tmp_path / "t.json", table.fingerprint)
 
 
 @pytest.mark.parametrize("prices", [1e-300, 1e300])
@@ -246,15 +218,11 @@ def test_a_damaged_table_in_the_cache_is_refused_with_its_name(cache):
 UNWRITABLE = Path("/proc")
 
 
-def test_a_table_is_not_written_where_nobody_can_write():
-    with pytest.raises(PrefixShareError, match="cannot be written"):
-        flashforge_table().save(UNWRITABLE / "t.json")
-
-
 def test_a_table_is_not_written_where_that_is_impossible(cache):
     cache.write_text("in the way")
-    with pytest.raises(PrefixShareError, match="cannot be written"):
-        flashforge_table().save(cache / "tables" / "t.json")
+    for folder in (cache / "tables", UNWRITABLE):
+        with pytest.raises(PrefixShareError, match="cannot be written"):
+            flashforge_table().save(folder / "t.json")
     assert cache.read_text() == "in the way"
 
 

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.planning_cases import COSTS, gpu_config
-from vllm_prefixshare.config import DTYPES, AttentionConfig
+from tests.support.planning_cases import gpu_config
+from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.planning.dividers.registry import DIVIDERS
-from vllm_prefixshare.planning.planner import DecodePlanner
 from vllm_prefixshare.settings import PREFIX, VARIABLES, read, settings
 
 GOOD = {"num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
@@ -146,17 +144,6 @@ def test_a_refusal_is_a_value_error():
     assert issubclass(PrefixShareError, ValueError)
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 80, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_shapes_that_are_accepted(head_dim, dtype):
-    config = AttentionConfig(**{**GOOD, "head_dim": head_dim, "dtype": dtype})
-    assert config.gqa_group_size == 4
-
-
-def test_attention_without_grouped_queries():
-    assert AttentionConfig(**{**GOOD, "num_kv_heads": 32}).gqa_group_size == 1
-
-
 @pytest.mark.parametrize(
     ("name", "value", "sentence"),
     [
@@ -193,23 +180,3 @@ def test_planner_counts_must_be_positive(name, value):
 def test_a_rebalance_factor_that_would_plan_at_every_step_is_refused(value):
     with pytest.raises(PrefixShareError, match="rebalance_factor"):
         gpu_config(rebalance_factor=value)
-
-
-def test_a_share_policy_must_be_a_known_one():
-    with pytest.raises(PrefixShareError) as error:
-        gpu_config(share="maybe")
-    assert str(error.value) == "share must be one of auto, always, never, got 'maybe'."
-
-
-def test_a_divider_must_be_a_known_one():
-    with pytest.raises(PrefixShareError) as error:
-        DecodePlanner(gpu_config(divider="best"), COSTS["h200"], 16, 4)
-    assert "'best'" in str(error.value)
-    assert all(name in str(error.value) for name in DIVIDERS)
-
-
-def test_configuration_is_frozen():
-    with pytest.raises(FrozenInstanceError):
-        gpu_config().num_workers = 2
-    with pytest.raises(FrozenInstanceError):
-        AttentionConfig(**GOOD).block_size = 1

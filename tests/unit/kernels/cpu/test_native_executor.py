@@ -163,14 +163,6 @@ def test_the_torch_executor_takes_over_where_the_native_one_cannot_run(monkeypat
     native_executor._find_library.cache_clear()
 
 
-def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("VLLM_PREFIXSHARE_CACHE", str(tmp_path / "file" / "below"))
-    native_executor._find_library.cache_clear()
-    assert cpu_executor(AttentionConfig(4, 2, 64, 128, "bfloat16")).name == "torch"
-    native_executor._find_library.cache_clear()
-
-
 def test_the_torch_executor_runs_on_the_packed_cache():
     batch = paged_batch(block_size=32, dtype=torch.bfloat16)
     plan = batch.wrapper().plan(batch.block_table, batch.seq_lens)

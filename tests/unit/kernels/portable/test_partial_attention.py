@@ -163,12 +163,6 @@ def test_large_scores_stay_finite():
     check(batch)
 
 
-def test_the_same_plan_gives_the_same_bits():
-    batch = paged_batch(dtype=BF16)
-    kernel = Portable(make_plan(batch), batch)
-    assert torch.equal(kernel.run(), kernel.run())
-
-
 @pytest.mark.parametrize("counts", [[3, 3, 3, 3], [1, 5, 2, 0]], ids=["even", "ragged"])
 def test_several_queries_see_each_other_in_causal_order(counts):
     batch = paged_batch(documents=1, dtype=FP16)
@@ -204,21 +198,3 @@ def test_a_tile_larger_than_its_kernel_is_walked_in_pieces():
     plan = make_plan(batch, max_requests=1)
     kernel = Portable(plan, batch, tile=QTile(16, 32, 4, 1, 1))
     assert relative_error(kernel.run(), batch.expected()[0]) < TOLERANCE[FP16]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda is not available")
-@pytest.mark.parametrize("divider", ["flashforge", "deft_flatten", "per_request"])
-@pytest.mark.parametrize("queries", [1, 4])
-def test_full_size(divider, queries):
-    batch = paged_batch(
-        documents=3,
-        requests=40,
-        document_blocks=200,
-        private_blocks=30,
-        heads=(32, 8),
-        head_dim=128,
-        dtype=BF16,
-        query_lens=queries,
-    )
-    check(batch, divider, workers=16)
