@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.selector import AttentionSelectorConfig
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.support.gpu_backend import (
     BLOCK,
@@ -279,10 +278,3 @@ def test_no_graph_of_decodes_is_chosen_for_prompt_tokens(monkeypatch, served):
     assert decodes.gather_batch_req_state(None, False)[1] == 1
     assert mixed.gather_batch_req_state(None, False)[1] == (None if served else 1)
     assert mixed.gather_batch_req_state(None, True) == (None, 1)
-
-
-def test_the_hooks_are_in_force():
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
-
-    assert hasattr(V1Runner._determine_batch_execution_and_padding, "__wrapped__")
-    assert hasattr(GPUModelRunner.gather_batch_req_state, "__wrapped__")

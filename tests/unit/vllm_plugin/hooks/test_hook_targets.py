@@ -7,6 +7,7 @@ import pkgutil
 
 import pytest
 import vllm.version
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.v1.attention.backends import registry
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 from vllm.v1.worker import gpu_worker
@@ -14,6 +15,7 @@ from vllm.v1.worker.block_table import BlockTable
 from vllm.v1.worker.gpu import warmup as gpu_warmup
 from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_prefixshare.vllm_plugin import compat, register, signatures
@@ -56,6 +58,9 @@ def test_hooks_are_in_force_unless_patches_do_their_work():
         BlockTables.append_block_ids,
         BlockTables.get_dummy_block_tables,
         GPUModelRunner.prepare_attn,
+        GPUModelRunner.gather_batch_req_state,
+        V1Runner._determine_batch_execution_and_padding,
+        base_worker.get_current_attn_backends,
         Worker.wake_up,
     ):
         assert hasattr(function, "__wrapped__") != patched

@@ -4,7 +4,6 @@ the functions of its worker run up to the hash, without NIXL itself.
 
 import ast
 import inspect
-import os
 import textwrap
 from types import SimpleNamespace
 from typing import Any
@@ -184,8 +183,3 @@ def test_other_backends_are_left_alone():
     config = config_of(FlashAttentionBackend, CPUAttentionBackend, FlashAttentionBackend)
     found = Worker(config, packed=False).attn_backends
     assert found == [FlashAttentionBackend, CPUAttentionBackend]
-
-
-def test_the_hook_is_in_force_unless_a_patch_does_its_work():
-    patched = "PREFIXSHARE_PATCHED" in os.environ
-    assert hasattr(base_worker.get_current_attn_backends, "__wrapped__") != patched

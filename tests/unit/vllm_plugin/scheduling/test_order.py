@@ -386,13 +386,6 @@ def test_a_stream_of_cached_requests_starves_nobody(places, arriving, blocked):
     assert 0 < max(late) <= 2.0, "later than first come, first served"
 
 
-def test_a_bound_of_zero_is_first_come_first_served():
-    cache = Cache(bound=0.0)
-    requests = [Waiting("ab"[i % 2], i) for i in range(8)]
-    fill(cache, *requests)
-    assert [cache.take() for _ in range(8)] == requests
-
-
 @pytest.mark.parametrize("put_back", [True, False])
 def test_who_overtook_and_was_skipped_counts_when_it_starts(put_back):
     """The oldest starts in between. vLLM puts what it skips back, or keeps it in another queue."""
@@ -637,11 +630,12 @@ def test_a_question_joins_a_prefill_of_its_document(model_config, chunks):
     assert started == ["a1", "a2", "b"]
 
 
-def test_a_step_of_the_scheduler_counts_as_one(monkeypatch, model_config):
+@pytest.mark.parametrize("make", [PrefixOrderAsyncScheduler, OfflinePrefixOrderScheduler])
+def test_a_step_of_the_scheduler_counts_as_one(monkeypatch, model_config, make):
     # of the two that start in a step the last one is the oldest that waits
     names = itertools.count()
     monkeypatch.setenv("VLLM_PREFIXSHARE_ORDER_BOUND", "0.5")
-    scheduler = make_scheduler(PrefixOrderAsyncScheduler, make_config(model_config, 60))
+    scheduler = make_scheduler(make, make_config(model_config, 60))
 
     def step(*arriving: int) -> list[str]:
         """Let requests come, named by their first token; end those that start; return them."""
@@ -883,14 +877,6 @@ def test_a_bound_without_an_order_is_not_ignored_silently(monkeypatch, order, of
     order_requests(config_with(), offline)
     ordered = order == "auto" and offline
     assert ["ORDER_BOUND has no effect" in text for text in said] == [True] * (not ordered)
-
-
-def test_the_bound_of_the_settings_wins(monkeypatch, model_config):
-    monkeypatch.setenv("VLLM_PREFIXSHARE_ORDER_BOUND", "0.5")
-    scheduler = make_scheduler(OfflinePrefixOrderScheduler, make_config(model_config, 60))
-    scheduler.add_request(Request("0", [1] * 40, SamplingParams(max_tokens=1), None))
-    (level,) = scheduler.waiting._levels.values()
-    assert level._bound == 0.5
 
 
 @pytest.mark.parametrize(
