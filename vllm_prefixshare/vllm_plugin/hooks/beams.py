@@ -198,8 +198,6 @@ def hook_online_search(module: ModuleType) -> None:
     wrap(module.BeamSearchOnlineMixin, "beam_search", wrapper)
 
 
-_PATCH = "vllm.entrypoints.generate.beam_search.utils:BeamSearchSequence.with_last_token"
-
 HOOKS = (
     Hook(
         "vllm.entrypoints.generate.beam_search.offline",
@@ -207,7 +205,6 @@ HOOKS = (
         "2 x beam_width candidates of each beam become objects, though few become beams",
         "candidates are ranked as arrays",
         hook_step,
-        patch=(_PATCH,),
         parts=("copies",),
     ),
     Hook(
@@ -216,7 +213,6 @@ HOOKS = (
         "the prompt is decoded for each beam; the log-probabilities of beams must be dictionaries",
         "as for BeamSearchOfflineMixin._beam_search_step",
         hook_search,
-        patch=(_PATCH,),
         parts=("copies", "detokenization"),
     ),
     Hook(
@@ -225,7 +221,6 @@ HOOKS = (
         "as for BeamSearchOfflineMixin._beam_search_step",
         "candidates are ranked as arrays",
         hook_online_search,
-        patch=(_PATCH,),
         parts=("copies",),
     ),
 )
