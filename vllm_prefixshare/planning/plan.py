@@ -119,7 +119,7 @@ class DecodePlan:
     @property
     def shares(self) -> bool:
         """Whether some KV is read once for several requests."""
-        return bool((self.run_reader_end - self.run_reader_start > 1).any())
+        return bool(np.count_nonzero(self.run_reader_end - self.run_reader_start > 1))
 
     @property
     def shared_rows(self) -> IntArray:

@@ -228,7 +228,7 @@ class DecodePlanner:
         lens = seq_lens.astype(np.int32)
         problem = self._problem(Forest.alone(len(lens)), lens, query_len)
         forest = problem.forest._replace(private_start=problem.kv_starts.astype(np.int32))
-        tiles = depth_first(replace(problem, forest=forest))
+        tiles = depth_first(problem._replace(forest=forest))
         return float(self._plan_of(tiles, lens).worker_us.max())
 
     def holds(self, block_table: IntArray, seq_lens: IntArray, query_len: int = 1) -> bool:
@@ -276,7 +276,7 @@ class DecodePlanner:
         decision = ShareDecision(forest)
         if self.config.share != "always":
             decision = without_losses(problem, self.divider.tiles_span_nodes)
-            problem = replace(problem, forest=decision.forest)
+            problem = problem._replace(forest=decision.forest)
         tiles = self.divider.divide(problem) if len(planned_seq_lens) else WorkTiles.none()
         plan = self._plan_of(tiles, planned_seq_lens)
         unshared = self._why_unshared(plan, forest, decision)

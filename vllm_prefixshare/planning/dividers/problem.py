@@ -6,7 +6,7 @@ Minimising the time of the slowest thread block over all splits and assignments 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,7 @@ from vllm_prefixshare.planning.grouping import group_queries
 from vllm_prefixshare.planning.window import first_in_window
 
 
-@dataclass(frozen=True, slots=True)
-class DivisionProblem:
+class DivisionProblem(NamedTuple):
     """One batch to divide.
 
     planned_seq_lens: ``[num_reqs]`` planned length of each batch row, in tokens.

@@ -115,8 +115,7 @@ def _rows_of(table_rows: IntArray | None, num_reqs: int) -> IntArray:
 def _in_tokens(rows: IntArray, private: IntArray, nodes: IntArray, block_size: int) -> Forest:
     """The forest that ``_forest`` has found, in tokens."""
     private *= block_size
-    nodes[START] *= block_size
-    nodes[END] *= block_size
+    nodes[START : END + 1] *= block_size
     return Forest(
         request_rows=rows,
         private_start=private,
