@@ -29,6 +29,7 @@ from vllm_prefixshare.config import LATENT_SHAPE, AttentionConfig
 from vllm_prefixshare.core import Forest, PieceLimits
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.costs.roofline import analytic_cost
+from vllm_prefixshare.planning.plan import DecodePlan
 from vllm_prefixshare.planning.planner import PLANNING_FAILED, DecodePlanner
 from vllm_prefixshare.planning.window import tokens_seen
 
@@ -140,8 +141,11 @@ class PlannerMachine(RuleBasedStateMachine):
             in_cache = blocks * self.engine.pool_block // piece
             pieces = PieceLimits(per_request=-(-MAX_LEN // piece), in_cache=in_cache)
         options = mode.path, attention, query_len, Engine.MAX_REQS, multiprocessors, pieces
+        config = paths.planner_config(*options, kept_plans=turns, kv_chunk_size=piece)
+        # where only bytes cost anything, so that a tree that is missing shows
+        share = "always" if cost == "bytes" else config.share
         self.planner = DecodePlanner(
-            paths.planner_config(*options, kept_plans=turns, kv_chunk_size=piece),
+            replace(config, share=share),
             costs[cost],
             block_size,
             attention.gqa_group_size,
@@ -149,6 +153,8 @@ class PlannerMachine(RuleBasedStateMachine):
         )
         self.executor = None if mode.path == "cpu" else paths.executor(*options)
         self.forest: Forest | None = None
+        #: by the id of a plan: the plan, its forest, and the lengths that it was made for
+        self.planned: dict[int, tuple[DecodePlan, Forest, np.ndarray]] = {}
         self.fails = self.failed = False
         divider = self.planner.divider
 
@@ -299,14 +305,21 @@ class PlannerMachine(RuleBasedStateMachine):
             self.tried["failures"] += 1
         elif self.mode.invariant:
             assert (plan.run_kv_start % self.piece == 0).all(), "cut at another place"
-        if self.forest is not None and not self.mode.windows:
-            # a block is filled if no query of this step can write to it
+        if self.forest is not None:
             lens = np.maximum(step.host_lens - engine.slack, 1)
+            self.planned[id(plan)] = plan, self.forest, lens
+            self.tried["nodes of trees"] += self.forest.num_nodes
+        is_new = planner.counters.plans > before
+        # with batch_invariant a plan holds whatever the blocks behind the start of the last pieces
+        same_blocks = not self.mode.windows and (is_new or not self.mode.invariant)
+        if same_blocks and id(plan) in self.planned:
+            # a block is filled if no query of the step that made the plan could write to it; its
+            # queries have left it since, but a new plan would not pay
+            _, forest, lens = self.planned[id(plan)]
             size = engine.block_size
             filled = filled_blocks(step.block_table, lens, size, engine.query_len)
-            assert_forest(self.forest, filled, size, may_drop=planner.config.share == "auto")
-            self.tried["nodes of trees"] += self.forest.num_nodes
-        if planner.counters.plans > before:
+            assert_forest(forest, filled, size, may_drop=planner.config.share == "auto")
+        if is_new:
             batch = step.block_table, step.true_lens
             invariants.check(plan, *batch, engine.window, engine.query_len)
             if self.executor is not None:

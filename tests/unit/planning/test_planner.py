@@ -1,16 +1,14 @@
 """The planner over the life of a batch: when it plans, and that each plan is right for the current
-batch after any history.
+batch; ``tests/fuzz/test_engine_histories.py`` has any history of an engine.
 """
 
 from dataclasses import replace
-from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.batch_history import Server
 from tests.support.plan_oracle import assert_reads_once, distinct_tokens, filled_blocks
 from tests.support.planning_cases import (
     COSTS,
@@ -65,58 +63,15 @@ def sharing_planner(block_size: int = BLOCK_SIZE, **config: object) -> DecodePla
     return make_planner(block_size, **{"divider": "deft_node", **config})
 
 
-@st.composite
-def histories(draw: st.DrawFn) -> tuple[Server, int]:
-    """A new server, and the number of its steps to check."""
-    server = Server(
-        Random(draw(st.integers(0, 2**32))),
-        block_size=draw(st.sampled_from([1, 4, 16])),
-        query_len=draw(st.sampled_from([1, 1, 2, 4, 7])),
-        reuse_blocks=draw(st.booleans()),
-    )
-    return server, draw(st.integers(20, 60))
-
-
-def run(server: Server, steps: int, planner: DecodePlanner):
-    """Yield (plan, batch, events since the step before) for every step."""
-    for _ in range(4):
-        server.join()
-    last, happened = None, "events"
-    for _ in range(steps):
-        batch, plans = server.batch(), planner.counters.plans
-        plan = update(planner, batch, server.query_len)
-        assert planner.counters.plans == plans + (plan is not last)
-        yield plan, batch, happened
-        last, happened = plan, "growth"
-        server.decode()
-        if server.random.random() < 0.3 and server.propose_fewer_tokens():
-            happened = "rejection"
-        if server.random.random() < 0.6:
-            happened = "events"
-            for _ in range(server.random.randint(1, 4)):
-                server.event()
-
-
-@quick(120)
-@given(histories(), st.sampled_from([1, 8]))
-def test_whatever_happened_all_that_is_shared_is_read_once(history, num_workers):
-    server, steps = history
-    server.reuse_blocks = False
-    planner = sharing_planner(server.block_size, num_workers=num_workers)
-    for plan, batch, _ in run(server, steps, planner):
-        assert_shares_all(plan, batch, server.query_len)
-
-
 @quick(80)
-@given(histories(), st.sampled_from(sorted(DIVIDERS)))
-def test_growth_alone_keeps_the_plan_of_one_worker(history, divider):
-    server, steps = history
-    planner = make_planner(server.block_size, divider=divider)
-    last = None
-    for plan, _, happened in run(server, steps, planner):
-        if happened == "growth":
-            assert plan is last
-        last = plan
+@given(batches(), st.sampled_from(sorted(DIVIDERS)), st.integers(1, 7), st.data())
+def test_growth_alone_keeps_the_plan_of_one_worker(batch, divider, query_len, data):
+    planner = make_planner(batch.block_size, divider=divider)
+    first = update(planner, batch, query_len)
+    n = len(batch.seq_lens)
+    for _ in range(8):
+        batch = batch.grown(data.draw(st.lists(st.integers(0, query_len), min_size=n, max_size=n)))
+        assert update(planner, batch, query_len) is first
 
 
 @pytest.mark.parametrize("divider", sorted(DIVIDERS))
