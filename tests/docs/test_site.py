@@ -1,7 +1,6 @@
 """The site builds without a warning, and every link in it has a target."""
 
 import re
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 import vllm_prefixshare
 from tests.support.documentation import NOTES
+from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,8 +36,7 @@ class Links(HTMLParser):
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run(build, cwd=ROOT)
     return folder
 
 

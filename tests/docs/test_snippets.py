@@ -2,10 +2,8 @@
 
 import ast
 import dataclasses
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from tests.support.documentation import (
 from tests.support.documented_commands import PROGRAMS, WrongCommandError, check
 from tests.support.dummy_model import write_small_llama
 from tests.support.engine import DEFAULT_ENVIRONMENT, ONE_PROCESS
+from tests.support.processes import run
 from vllm_prefixshare.cli.main import main
 
 PYTHON = [b for b in BLOCKS if b.language == "python"]
@@ -85,19 +84,8 @@ def test_snippets_for_an_engine_run(tmp_path):
     for block in (b for b in PYTHON if (b.mark, b.value) == ("run", "engine")):
         lines += [f"print('# {block.page}')", *block.code.splitlines()]
     program = "if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in lines)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={
-            **os.environ,
-            **DEFAULT_ENVIRONMENT,
-            **ONE_PROCESS,
-            "VLLM_PREFIXSHARE_SHARE": "always",
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    variables = {**DEFAULT_ENVIRONMENT, **ONE_PROCESS, "VLLM_PREFIXSHARE_SHARE": "always"}
+    done = run([sys.executable, "-c", program], timeout=600, **variables)
     printed = done.stdout.partition("# docs/api.md\n")[2].splitlines()[0]
     assert float(printed) > 1.2  # one request may decode alone at first
 

@@ -17,6 +17,7 @@ from tests.engine.conftest import DOCUMENT
 from tests.support.dummy_model import write_small_mixtral
 from tests.support.engine import DEFAULT_ENVIRONMENT
 from tests.support.load import Load, ends_cleanly, nonsense, server_faults
+from tests.support.processes import run
 from tests.support.serving import (
     NAME,
     VLLM,
@@ -309,28 +310,17 @@ def test_an_idle_rank_of_a_mixture_of_experts_counts_no_step(tmp_path):
     ],
 )
 def test_a_wrong_setting_is_one_sentence_and_exit_status_2(model, variable, value, sentence):
-    done = subprocess.run(
-        [*VLLM, "serve", str(model), "--port", str(free_port()), "--enforce-eager"],
-        env={**ENVIRONMENT, variable: value},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 2
+    command = [*VLLM, "serve", model, "--port", free_port(), "--enforce-eager"]
+    done = run(command, status=2, env=ENVIRONMENT, timeout=300, **{variable: value})
     assert sentence in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
 
 def test_so_it_is_in_the_module_that_starts_a_server(model):
     server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    done = subprocess.run(
-        [*server, "--model", str(model), "--port", str(free_port())],
-        env={**ENVIRONMENT, "VLLM_PREFIXSHARE_SHARE": "maybe"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 2
+    command = [*server, "--model", model, "--port", free_port()]
+    wrong = {"VLLM_PREFIXSHARE_SHARE": "maybe"}
+    done = run(command, status=2, env=ENVIRONMENT, timeout=300, **wrong)
     assert done.stderr.splitlines()[-1] == (
         "vllm: error: VLLM_PREFIXSHARE_SHARE='maybe' is not valid: set it to one of auto, always, "
         "never."

@@ -6,7 +6,6 @@ request by request would have read.
 """
 
 import json
-import os
 import re
 import runpy
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import processes
 from tests.support.engine import DEFAULT_ENVIRONMENT
 from vllm_prefixshare.kernels.cpu import native_executor
 
@@ -26,13 +26,7 @@ EXACT = ("--dtype", "float32")
 
 def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
-    return subprocess.run(
-        command,
-        env={**os.environ, **DEFAULT_ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
+    return processes.run(command, status=None, **DEFAULT_ENVIRONMENT)
 
 
 def output(name: str, *arguments: object) -> str:

@@ -6,7 +6,6 @@ that no line of a script changes.
 
 import os
 import re
-import subprocess
 import sys
 import urllib.request
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from examples.embedded_model import embedded_model_path
 from tests.support.documentation import ROOT, blocks_of
 from tests.support.engine import DEFAULT_ENVIRONMENT, ONE_PROCESS
+from tests.support.processes import run
 from tests.support.serving import serving
 
 MINIMAL = ROOT / "examples" / "minimal"
@@ -41,17 +41,9 @@ def run_pasted(code: str, folder: Path, environment: dict[str, str]) -> str:
     """Run a script from a new file; return what it prints itself."""
     script = folder / "pasted.py"
     script.write_text(code)
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
-    print(done.stdout)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    printed = run([sys.executable, script], cwd=folder, env=environment).stdout
+    print(printed)
+    return printed
 
 
 def share_factor(printed: str) -> float:

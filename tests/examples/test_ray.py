@@ -8,7 +8,6 @@ import os
 import random
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import pytest
 from tests.examples.test_examples import EXAMPLES
 from tests.support.dummy_model import SMALL_VOCAB, write_small_llama
 from tests.support.engine import DEFAULT_ENVIRONMENT
+from tests.support.processes import run
 from tests.support.serving import free_port
 from vllm_prefixshare import PrefixShareError
 
@@ -29,6 +29,10 @@ PYTHON = BESIDE if importlib.util.find_spec("ray") is None else Path(sys.executa
 needs_ray = pytest.mark.skipif(
     not PYTHON.exists() and "CI" not in os.environ, reason="needs Ray: make ray"
 )
+ENVIRONMENT = {
+    **DEFAULT_ENVIRONMENT,
+    "PYTHONPATH": os.pathsep.join([str(RAY_CLUSTER), str(EXAMPLES.parent)]),
+}
 #: Rows of the table that an example prints: read, saved and share factor of each replica, and then
 #: of both; by run.
 Table = dict[str, list[tuple[int, int, float]]]
@@ -73,17 +77,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     full = os.environ.get("PREFIXSHARE_RAY") == "full"
     options = {} if full else small_options(tmp_path_factory.mktemp("ray"))
     program = f"FOLDER, PORT = {str(RAY_CLUSTER)!r}, '{free_port()}'\n{BOTH}"
-    done = subprocess.run(
-        [PYTHON, "-c", program, *(str(word) for option in options.items() for word in option)],
-        env={
-            **os.environ,
-            **DEFAULT_ENVIRONMENT,
-            "PYTHONPATH": os.pathsep.join([str(RAY_CLUSTER), str(EXAMPLES.parent)]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
+    words = (word for option in options.items() for word in option)
+    done = run([PYTHON, "-c", program, *words], status=None, **ENVIRONMENT)
     print(done.stdout)
     batch, _, rest = done.stdout.partition("batch_qa ended with 0\n")
     serve, ended, _ = rest.partition("serve_qa ended with 0\n")
@@ -150,17 +145,7 @@ if __name__ == "__main__":
 def test_a_process_that_vllm_starts_reaches_the_scripts_ray(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(OTHER_PROCESS)
-    done = subprocess.run(
-        [PYTHON, script],
-        env={
-            **os.environ,
-            **DEFAULT_ENVIRONMENT,
-            "PYTHONPATH": os.pathsep.join([str(RAY_CLUSTER), str(EXAMPLES.parent)]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run([PYTHON, script], status=None, timeout=120, **ENVIRONMENT)
     assert "CPUs: 7.0" in done.stdout, done.stderr[-4000:]
 
 

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from tests.examples.test_examples import EXAMPLES
 from tests.support.dummy_model import write_small_llama
 from tests.support.engine import DEFAULT_ENVIRONMENT
+from tests.support.processes import run
 
 BESIDE = EXAMPLES.parent / ".venv-trl" / "bin" / "python"
 PYTHON = BESIDE if importlib.util.find_spec("trl") is None else Path(sys.executable)
@@ -39,14 +39,9 @@ def test_both_backends_train_alike(tmp_path):
         "--plot": picture,
         "--log": log,
     }
-    done = subprocess.run(
-        [PYTHON, SCRIPT, *(str(word) for option in options.items() for word in option)],
-        env={**os.environ, **DEFAULT_ENVIRONMENT, "PYTHONPATH": str(EXAMPLES.parent)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [PYTHON, SCRIPT, *(word for option in options.items() for word in option)]
+    variables = {**DEFAULT_ENVIRONMENT, "PYTHONPATH": str(EXAMPLES.parent)}
+    done = run(command, status=None, cwd=tmp_path, timeout=600, **variables)
     assert done.returncode == 0, done.stdout + done.stderr + log.read_text()[-4000:]
     rows = re.findall(r"^ +(\d)((?: +\S+){6})$", done.stdout, re.M)
     assert [int(step) for step, _ in rows] == list(range(1, 1 + NUM_STEPS))

@@ -32,7 +32,7 @@ from tests.support.planning_cases import (
     gpu_config,
     quick,
 )
-from tests.support.processes import run_python
+from tests.support.processes import run, run_python
 from vllm_prefixshare.cli.output import write_file
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
@@ -507,9 +507,7 @@ def test_compiled_code_of_another_version_is_not_called(tmp_path):
 
 def is_held(folder: Path) -> bool:
     code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), 6)"  # at once or not at all
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=60
-    )
+    result = run([sys.executable, "-c", code, folder], status=None, timeout=60)
     assert result.returncode == 0 or "BlockingIOError" in result.stderr
     return result.returncode != 0
 

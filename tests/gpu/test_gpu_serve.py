@@ -6,7 +6,6 @@
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from tests.support.engine import DEFAULT_ENVIRONMENT
 from tests.support.gpu_engines import ENVIRONMENT, SETTINGS
 from tests.support.gpu_layer import missing, on_gpu_with
+from tests.support.processes import run
 
 PACKAGES = ("vllm", "openai")
 pytestmark = on_gpu_with(*PACKAGES)
@@ -74,8 +74,7 @@ def test_vllm_bench_serve_reports_no_failure(server, model, tmp_path):
         "--num-prompts", "24", "--ignore-eos", "--temperature", "0", "--disable-tqdm",
         "--save-result", "--result-dir", str(tmp_path), "--result-filename", "result.json",
     ]  # fmt: skip
-    done = subprocess.run(command, env=SERVER, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(command, env=SERVER, timeout=300)
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["completed"] == 24
     assert result["failed"] == 0

@@ -17,6 +17,7 @@ import pytest
 from packaging.version import Version
 
 from tests.support.patch_series import FOLDER, VERSIONS, patched_copy, patched_files, series
+from tests.support.processes import run
 from tests.support.vllm_releases import CHOSEN, RELEASES, python_files
 
 ROOT = Path(__file__).parents[2]
@@ -39,20 +40,14 @@ def run_on(folder: Path, released: Path, version: str, *arguments: str) -> str:
     Args:
         released: the same release without the patches.
     """
-    done = subprocess.run(
+    return run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
-            "PREFIXSHARE_PATCHED": version,
-            "PREFIXSHARE_UNPATCHED": str(released),
-        },
         cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+        timeout=7200,
+        PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]),
+        PREFIXSHARE_PATCHED=version,
+        PREFIXSHARE_UNPATCHED=str(released),
+    ).stdout
 
 
 def compile_all(files: list[Path]) -> None:

@@ -1,23 +1,19 @@
 """Runs commands as a user's shell runs them."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.support import processes
 
 PROGRAM = "import sys; from vllm_prefixshare.cli.main import main; sys.exit(main())"
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run ``vllm-prefixshare`` with these arguments in a separate process."""
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    return processes.run(command, status=None, timeout=300, **environment)
 
 
 def write_model(folder: Path, **config: object) -> Path:

@@ -2,11 +2,12 @@
 
 import os
 import re
-import subprocess
 from dataclasses import dataclass
 from email import message_from_string
 from functools import cached_property
 from pathlib import Path
+
+from tests.support.processes import run
 
 FOLDER = Path(__file__).parents[2] / "patches"
 VERSIONS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir())
@@ -109,11 +110,4 @@ def _git(folder: Path, *arguments: str) -> None:
     }
     alone = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-    done = subprocess.run(
-        ["git", *arguments],
-        cwd=folder,
-        env={**clean, **identity, **alone},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, f"git {arguments[0]}: {done.stdout}{done.stderr}"
+    run(["git", *arguments], cwd=folder, env=clean, **identity, **alone)

@@ -6,24 +6,45 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
 
-def run_python(
-    code: str, *arguments: object, timeout: float = 300, **environment: str
+def run(
+    command: Sequence[object],
+    *,
+    status: int | None = 0,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 1800,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python program, which must end with status 0, with these variables added."""
+    """Run a program to its end.
+
+    Args:
+        status: exit status that it must have; None for any.
+        env: environment in place of this process's. variables: added to it.
+    """
     done = subprocess.run(
-        [sys.executable, "-B", "-c", code, *map(str, arguments)],
-        env={**os.environ, **environment},
+        [*map(str, command)],
+        cwd=cwd,
+        env={**(os.environ if env is None else env), **variables},
         capture_output=True,
         text=True,
         timeout=timeout,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert status in (None, done.returncode), done.stdout[-4000:] + done.stderr[-4000:]
     return done
+
+
+def run_python(
+    code: str, *arguments: object, timeout: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program, which must end with status 0, with these variables added."""
+    return run([sys.executable, "-B", "-c", code, *arguments], timeout=timeout, **variables)
 
 
 @dataclass(frozen=True, slots=True)

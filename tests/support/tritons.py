@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import processes
 from tests.support.released_wheels import unpacked
 from vllm_prefixshare.settings import settings
 
@@ -42,8 +43,6 @@ def run(version: str, *command: str, timeout: float = 3600) -> subprocess.Comple
     """Run this Python with the given release of Triton, from the root of the repository."""
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(folder(version)), str(root)])
-    env = {**os.environ, "PYTHONPATH": path, "PREFIXSHARE_EXPECT_TRITON": version}
-    return subprocess.run(
-        [sys.executable, *command], env=env, cwd=root, capture_output=True, text=True,
-        timeout=timeout,
-    )  # fmt: skip
+    variables = {"PYTHONPATH": path, "PREFIXSHARE_EXPECT_TRITON": version}
+    command = (sys.executable, *command)
+    return processes.run(command, status=None, cwd=root, timeout=timeout, **variables)

@@ -20,6 +20,7 @@ import tomllib
 from packaging.requirements import Requirement
 
 import vllm_prefixshare
+from tests.support import processes
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_prefixshare"
@@ -83,16 +84,10 @@ def build(kind: str, source: Path, folder: Path) -> Path:
     """Build an ``sdist`` or a ``wheel`` with setuptools' own backend, which needs no network."""
     folder.mkdir()
     program = f"from setuptools.build_meta import build_{kind}; build_{kind}({str(folder)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=source,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"},
-    )
-    assert done.returncode == 0, done.stdout
-    assert "warning" not in done.stdout.lower(), done.stdout
+    usual = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    done = processes.run([sys.executable, "-c", program], cwd=source, env=usual)
+    said = done.stdout + done.stderr
+    assert "warning" not in said.lower(), said
     (built,) = folder.iterdir()
     return built
 
@@ -193,18 +188,13 @@ def environment(folder: Path, available: Iterable[Distribution], archive: Path) 
                 place.symlink_to(Path(str(known.locate_file(top))))
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
     alone = ["--no-index", "--no-build-isolation", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [*pip, *alone, str(archive)], capture_output=True, text=True, env=PYTHON_ALONE
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    processes.run([*pip, *alone, archive], env=PYTHON_ALONE)
     return folder / "bin"
 
 
 def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a command outside the checkout, and without a path to it."""
-    return subprocess.run(
-        [*map(str, command)], cwd=cwd, env=PYTHON_ALONE, capture_output=True, text=True
-    )
+    return processes.run(command, status=None, cwd=cwd, env=PYTHON_ALONE)
 
 
 ASK = """

@@ -26,6 +26,7 @@ from benchmarks.support.workload_sets import (
     token_tree_parents,
     workload_set,
 )
+from tests.support.processes import run
 from tests.support.reference_attention import reference_attention
 from vllm_prefixshare.core import PrefixShareError
 
@@ -332,7 +333,7 @@ def test_cascade_levels_give_every_request_its_blocks(shape):
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks.kernel", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    return run(command, status=None, timeout=300, cwd=ROOT)
 
 
 def test_the_harness_checks_and_times_our_cpu_executor(tmp_path):

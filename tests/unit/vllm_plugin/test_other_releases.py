@@ -4,12 +4,12 @@ here: its modules import, the hooks find their targets, the backend works on its
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run
 from tests.support.vllm_releases import ALL, CHOSEN, USUAL, python_files
 from vllm_prefixshare.settings import settings
 
@@ -72,12 +72,6 @@ def test_the_backend_on_another_release(version):
         # vLLM keeps what it knows of a model's class for one release only
         "VLLM_CACHE_ROOT": str(settings().cache / "vllm-caches" / version),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *files],
-        env={**os.environ, **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    command = [sys.executable, "-m", "pytest", "-q", *files]
+    done = run(command, cwd=ROOT, timeout=7200, **environment)
     assert " passed" in done.stdout

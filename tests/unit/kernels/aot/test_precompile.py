@@ -1,6 +1,5 @@
 """Code that is compiled ahead in another process is the code that an engine would compile."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from types import SimpleNamespace
 
 from numba import njit
 
+from tests.support.processes import run
 from vllm_prefixshare.config import FP8, AttentionConfig
 from vllm_prefixshare.kernels.aot import fill_caches as program
 from vllm_prefixshare.kernels.cache_write import CacheWrite
@@ -18,12 +18,8 @@ LAYER = ["--num-qo-heads", "32", "--num-kv-heads", "8", "--head-dim", "128"]
 
 
 def precompile(what: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "vllm_prefixshare.kernels.aot.fill_caches", what, *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
+    module = "vllm_prefixshare.kernels.aot.fill_caches"
+    return run([sys.executable, "-m", module, what, *arguments], status=None, **environment)
 
 
 def test_planning_is_compiled_once(tmp_path: Path):

@@ -4,7 +4,6 @@ builds find no platform on this machine; that is refused after the choice was re
 
 import json
 import os
-import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import tomllib
 
+from tests.support import processes
 from tests.support.backend_choices import WAYS
 from tests.support.dummy_model import write_llama_8b
 
@@ -22,14 +22,9 @@ ON_PATCHED = "PREFIXSHARE_PATCHED" in os.environ
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     model = write_llama_8b(tmp_path_factory.mktemp("model"))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.backend_choices", str(model)],
-        env={k: v for k, v in os.environ.items() if k != "VLLM_ATTENTION_BACKEND"},
-        cwd=Path(__file__).parents[4],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = [sys.executable, "-m", "tests.support.backend_choices", model]
+    usual = {k: v for k, v in os.environ.items() if k != "VLLM_ATTENTION_BACKEND"}
+    done = processes.run(command, cwd=Path(__file__).parents[4], env=usual)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -128,14 +123,8 @@ def start(tmp_path):
 
     def run(program: str, *arguments: object, **environment: str) -> str:
         path = os.pathsep.join([str(folder.parent), str(root)])
-        done = subprocess.run(
-            [sys.executable, "-c", program, *map(str, arguments)],
-            env={**os.environ, "PYTHONPATH": path, **environment},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        command = [sys.executable, "-c", program, *arguments]
+        done = processes.run(command, cwd=tmp_path, PYTHONPATH=path, **environment)
         return done.stdout.splitlines()[-1]
 
     return run

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from vllm import config as vllm_config
 
-from tests.support.processes import run_python
+from tests.support.processes import run, run_python
 from vllm_prefixshare import prompt_stats
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
@@ -304,9 +304,7 @@ def test_a_full_disk_does_not_end_the_process(tmp_path):
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mount, str(tmp_path)]
     if not shutil.which("unshare") or subprocess.run([*command, "true"]).returncode:
         pytest.skip("no mount namespaces here")
-    program = [sys.executable, "-c", FULL_DISK, str(tmp_path), "65536"]
-    done = subprocess.run([*command, *program], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = run([*command, sys.executable, "-c", FULL_DISK, tmp_path, "65536"], timeout=120)
     said = done.stdout + done.stderr
     assert said.count("No PREFIX_SHARE metrics on /metrics: [Errno 28]") == 1
 
