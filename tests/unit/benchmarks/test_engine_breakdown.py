@@ -11,7 +11,6 @@ import torch
 from benchmarks.engine import bench as bench_engine
 from benchmarks.engine import breakdown
 from benchmarks.engine.breakdown import ATTENTION, OTHER, PRODUCTS, WRITTEN
-from benchmarks.engine.workloads import SWEEP
 from vllm_prefixshare import PrefixShareError
 
 #: names of kernels as torch's profiler has them
@@ -226,16 +225,3 @@ def test_each_engine_is_profiled_on_cached_documents(bench):
     assert breakdown.attention_ms(row, "PREFIX_SHARE") == (1.0, 5.0)
     with pytest.raises(PrefixShareError, match="PREFIX_SHARE: OSError: no CUPTI"):
         bench(12.0, None).breakdown("sweep8k")
-
-
-def test_the_sweep_runs_when_it_is_named_and_fits(capsys):
-    assert {w.document_tokens for w in SWEEP.values()} == {8192, 32768, 65536, 122880}
-    assert not set(bench_engine.parse([]).workloads) & set(SWEEP)
-    named = ["--workloads", ",".join(SWEEP)]
-    args = bench_engine.parse([*named, "--max-model-len", "123008"])
-    assert args.workloads == list(SWEEP)
-    for length in (["--max-model-len", "123007"], []):
-        with pytest.raises(SystemExit):
-            bench_engine.parse([*named, *length])
-        assert "needs --max-model-len" in capsys.readouterr().err
-    assert bench_engine.parse([*named, "--scale", "0.1"]).scale == 0.1

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.engine import bench
+from benchmarks.engine.workloads import SWEEP
 from benchmarks.papers import fasttree
 from benchmarks.papers.experiment import Setting
 from benchmarks.support.prompt_trees import (
@@ -100,13 +101,19 @@ def test_a_layer_has_the_requests_half_way_through_their_answers(monkeypatch):
     assert seen["B, few-shot"].seq_lens.tolist() == [3193 + 3000 + 60 + 128] * 128
 
 
-@pytest.mark.parametrize("name", sorted(FASTTREE))
+@pytest.mark.parametrize("name", [*FASTTREE, *SWEEP])
 def test_engines_run_them_when_they_are_named(name, capsys):
-    usual = bench.parse([])
-    assert name not in usual.workloads
-    args = bench.parse(["--workloads", name, "--tokens", "256"])
-    w = FASTTREE[name]
-    assert bench.longest(name, args) == w.document_tokens + w.own_tokens + 256
+    assert name not in bench.parse([]).workloads
+    w = {**FASTTREE, **SWEEP}[name]
+    needed = w.document_tokens + w.own_tokens + 256
+    named = ["--workloads", name, "--tokens", "256", "--max-model-len"]
+    args = bench.parse([*named, f"{needed}"])
+    assert args.workloads == [name] and bench.longest(name, args) == needed
     with pytest.raises(SystemExit):
-        bench.parse(["--workloads", name, "--max-model-len", "3000"])
-    assert f"{name} needs --max-model-len" in capsys.readouterr().err
+        bench.parse([*named, f"{needed - 1}"])
+    assert f"{name} needs --max-model-len {needed}" in capsys.readouterr().err
+    assert bench.parse([*named, f"{needed}", "--scale", "0.1"]).scale == 0.1
+
+
+def test_the_sweep_has_documents_of_four_lengths():
+    assert [w.document_tokens for w in SWEEP.values()] == [8192, 32768, 65536, 122880]
