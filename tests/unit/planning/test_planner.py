@@ -155,31 +155,18 @@ def test_a_plan_that_holds_after_many_steps_is_balanced(batch, workers, query_le
         assert holds == (busiest <= 1.05 * spread * (1 + 1e-9))
 
 
-@pytest.mark.parametrize("query_len", [2, 5, 9])
-def test_steady_speculative_decoding_never_plans_again(query_len):
+@pytest.mark.parametrize(
+    ("prefixes", "tails", "query_len"),
+    [
+        ([[], [5, 6]], [2, 8], 8),  # a request shorter than the maximum number of queries
+        ([[5, 6], [5, 6], []], [3, 4, 0], 1),  # graph padding: a row without tokens
+    ],
+)
+def test_a_row_of_few_tokens_is_planned_once(prefixes, tails, query_len):
     planner = make_planner(16)
-    batch = document_qa(1, 3, document_blocks=4, tail=query_len)
+    batch = make_batch(prefixes, tails, 16)
     first = update(planner, batch, query_len)
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        batch = batch.grown(rng.integers(1, query_len + 1, 3).tolist())
-        assert update(planner, batch, query_len) is first
-
-
-def test_a_request_shorter_than_the_most_queries_does_not_force_plans():
-    planner = make_planner(16)
-    batch = make_batch([[], [5, 6]], [2, 8], 16)
-    first = update(planner, batch, query_len=8)
-    assert update(planner, batch, query_len=8) is first
-    assert planner.counters.plans == 1
-
-
-def test_a_row_without_tokens_is_planned_once():
-    """Graph padding: a row of the batch without tokens."""
-    planner = make_planner(16)
-    batch = make_batch([[5, 6], [5, 6], []], [3, 4, 0], 16)
-    first = update(planner, batch)
-    assert update(planner, batch) is first
+    assert update(planner, batch, query_len) is first
     assert planner.counters.plans == 1
 
 

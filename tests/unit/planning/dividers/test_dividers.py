@@ -177,21 +177,15 @@ def test_sharing_dividers_read_each_distinct_token_once(divider, batch, num_work
     assert plan.kv_tokens_read(batch.seq_lens) == distinct
 
 
-@pytest.mark.parametrize("divider", SHARING)
+@pytest.mark.parametrize("divider", sorted(DIVIDERS))
 @quick(30)
 @given(batches(), settings_of())
-def test_nothing_shares_when_sharing_is_off(divider, batch, config):
-    plan = plan_of(batch, divider=divider, **{**config, "share": "never"})
+def test_nothing_shares_when_sharing_is_off_or_requests_are_read_alone(divider, batch, config):
+    share = config["share"] if divider == "per_request" else "never"
+    plan = plan_of(batch, divider=divider, **{**config, "share": share})
+    assert divider != "per_request" or np.all(np.diff(plan.tile_req_indptr) == 1)
     runs = [run for t in range(plan.num_tiles) for run in tile_runs(plan, t, batch.seq_lens)]
     assert all(len(readers) == 1 for *_, readers in runs)
-    assert plan.kv_tokens_read(batch.seq_lens) == batch.seq_lens.sum()
-
-
-@quick(40)
-@given(batches(), settings_of())
-def test_per_request_reads_every_request_alone(batch, config):
-    plan = plan_of(batch, divider="per_request", **config)
-    assert all(len(tile_rows(plan, t)) == 1 for t in range(plan.num_tiles))
     assert plan.kv_tokens_read(batch.seq_lens) == batch.seq_lens.sum()
 
 
@@ -380,14 +374,6 @@ def test_batch_invariant_plans_again_where_a_request_reaches_its_next_piece():
     for grown, same in ((1, True), (59, True), (60, False)):
         later = batch.grown([0, grown, 0])
         assert (planner.update(later.block_table, later.seq_lens).plan is plan) == same
-
-
-def test_more_workers_than_work_leaves_empty_ranges():
-    batch = document_qa(1, 1, document_blocks=1, tail=1)
-    for divider in DIVIDERS:
-        plan = plan_of(batch, divider=divider, num_workers=40)
-        assert len(plan.work_indptr) == 41
-        assert_reads_once(plan, batch.block_table, batch.seq_lens)
 
 
 def test_an_unknown_divider_is_refused_and_the_known_ones_are_named():
