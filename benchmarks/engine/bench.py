@@ -319,7 +319,6 @@ def start(
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
         "enable_prefix_caching": True,
-        "enforce_eager": args.enforce_eager,
         "tensor_parallel_size": args.tensor_parallel_size,
         "kv_cache_dtype": args.kv_cache_dtype,
         "skip_tokenizer_init": True,
@@ -432,7 +431,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--baseline", type=str.lower, choices=BASELINES, default="flash_attn")
     add("--batch-invariant", action="store_true", help="both engines: VLLM_BATCH_INVARIANT=1")
     add("--tensor-parallel-size", type=int, default=1)
-    add("--enforce-eager", action="store_true", help="no CUDA graphs")
     add("--kv-cache-dtype", choices=("auto", "fp8"), default="auto")
     add("--max-model-len", type=int, default=36864)
     add("--max-num-seqs", type=int, default=1024)

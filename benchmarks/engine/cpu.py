@@ -27,6 +27,8 @@ PROGRAM = "benchmarks.engine.cpu"
 #: (shared document, private prompt) in tokens.
 WORKLOADS = ((0, 64), (0, 1024), (1024, 64), (4096, 64))
 BATCHES = (1, 4, 16, 32)
+#: output tokens of a timed run
+TOKENS = 8
 #: nats; bfloat16 logits between 16 and 32 come in steps of 0.125, and two steps are rounding
 MAX_GAP = 0.26
 
@@ -52,7 +54,7 @@ def prompts_for(text: list[int], document: int, private: int, batch: int) -> lis
 
 
 def measure(
-    engines: dict[str, EngineProcess], prompts: list[list[int]], tokens: int, pairs: int
+    engines: dict[str, EngineProcess], prompts: list[list[int]], pairs: int
 ) -> dict[str, object]:
     """One row of the table."""
     checked = {}
@@ -63,7 +65,7 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in engines}
     for pair in range(pairs):
         for name in sorted(engines, reverse=bool(pair % 2)):  # neither engine always runs first
-            batch = engines[name].generate(prompts, tokens, ignore_eos=True)
+            batch = engines[name].generate(prompts, TOKENS, ignore_eos=True)
             times[name].append(batch.seconds_per_token * 1e3)
             if name == PREFIX_SHARE:
                 stats = batch.stats
@@ -88,15 +90,11 @@ def measure(
 def main() -> int:
     parser = make_parser(PROGRAM, __doc__)
     parser.add_argument("--model", type=Path, help="checkpoint folder (default: embedded model)")
-    parser.add_argument("--tokens", type=int, default=8, help="output tokens of a timed run")
     parser.add_argument("--pairs", type=count, default=21, help="timed runs of each engine")
-    parser.add_argument("--batches", type=count, nargs="+", default=BATCHES)
     add_out(parser)
     args = parser.parse_args()
-    if args.tokens < 2:
-        parser.error("--tokens must be 2 or more")
     model = args.model or embedded_model_path()
-    settings = {"pause": True, "max_model_len": 4096 + 1024, "max_num_seqs": max(args.batches)}
+    settings = {"pause": True, "max_model_len": 4096 + 1024, "max_num_seqs": max(BATCHES)}
     text = read_tokens(model)
     with (
         EngineProcess(PREFIX_SHARE, model, **settings) as ours,
@@ -105,9 +103,9 @@ def main() -> int:
         engines = {PREFIX_SHARE: ours, STOCK: stock}
         rows = []
         for document, private in WORKLOADS:
-            for batch in args.batches:
+            for batch in BATCHES:
                 prompts = prompts_for(text, document, private, batch)
-                row = measure(engines, prompts, args.tokens, args.pairs)
+                row = measure(engines, prompts, args.pairs)
                 row = {"document": document, "private": private, "batch": batch, **row}
                 rows.append(row)
                 print(

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engine.launch import NOT_COMPILED, WORKER
+from benchmarks.engine.launch import WORKER
 from benchmarks.engine.shapes import SHAPES
 from benchmarks.support.option_types import count, names, positive, several
 from benchmarks.support.program import (
@@ -329,12 +329,8 @@ def engine_settings(args: argparse.Namespace, dummy: bool) -> dict[str, Any]:
         "dtype": args.dtype,
         "seed": 0,
     }
-    if args.block_size:
-        settings["block_size"] = args.block_size
     if args.gpu:
         settings["gpu_memory_utilization"] = args.memory
-    if args.no_compile:
-        settings |= NOT_COMPILED
     if dummy:
         settings |= {"load_format": "dummy", **WORKER}
     return settings
@@ -407,12 +403,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--memory", type=float, default=0.9, help="part of the GPU's memory")
     add("--max-model-len", type=int, help="default: the longest request")
     add("--max-num-seqs", type=int, default=256)
-    add("--block-size", type=int, help="tokens of a KV block (default: vLLM's choice)")
     add("--dtype", default="auto")
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
-    add(
-        "--no-compile", action="store_true", help="CUDA graphs without torch.compile: starts faster"
-    )
     add_out(parser)
     args = parser.parse_args(argv)
     args.gpu = has_gpu()
