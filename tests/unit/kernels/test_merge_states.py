@@ -11,43 +11,6 @@ INDPTR = [0, 0, 3, 12, 12, 14]  # partial results of five requests
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-@pytest.mark.parametrize(("heads", "queries"), [(9, [1] * 5), (9, [1, 3, 2, 0, 2]), (420, [1] * 5)])
-def test_the_log_sum_exp_of_what_was_merged(heads, queries):
-    torch.manual_seed(0)
-    query_len = max(queries)
-    partial_out = torch.randn(14 * query_len, heads, 64)
-    partial_lse = torch.randn(14 * query_len, heads) * 5
-    partial_lse[12 * query_len :] = -torch.inf  # the last request saw no token
-    starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
-    lse = torch.full((starts[-1], heads), torch.nan, device=DEVICE)
-    merge_states(
-        torch.tensor(INDPTR, dtype=torch.int32, device=DEVICE),
-        partial_out.to(DEVICE),
-        partial_lse.to(DEVICE),
-        torch.empty(starts[-1], heads, 64, dtype=torch.float16, device=DEVICE),
-        torch.tensor(starts, dtype=torch.int32, device=DEVICE) if query_len > 1 else None,
-        query_len,
-        lse,
-    )
-    for request, count in enumerate(queries):
-        first, last = INDPTR[request : request + 2]
-        for query in range(count):
-            got = lse[starts[request] + query].cpu()
-            if first == last:
-                assert got.isnan().all(), "a request without partial results is left alone"
-                continue
-            rows = slice(first * query_len + query, last * query_len, query_len)
-            expected = torch.logsumexp(partial_lse[rows].double(), 0).float()
-            torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-
-
-def merged(partial_out, partial_lse, first, last, query, query_len):
-    rows = slice(first * query_len + query, last * query_len, query_len)
-    weights = torch.softmax(partial_lse[rows].double(), 0)
-    return (weights[..., None] * partial_out[rows].double()).sum(0)
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 @pytest.mark.parametrize(
     ("heads", "head_dim", "queries", "dtype"),
     [
@@ -58,16 +21,20 @@ def merged(partial_out, partial_lse, first, last, query, query_len):
     ],
     ids=str,
 )
-def test_matches_float64(heads, head_dim, queries, dtype):
+@pytest.mark.parametrize("with_lse", [False, True], ids=["out", "lse"])
+def test_matches_float64(heads, head_dim, queries, dtype, with_lse):
     torch.manual_seed(0)
     query_len = max(queries)
     partial_out = torch.randn(14 * query_len, heads, head_dim)
     partial_lse = torch.randn(14 * query_len, heads) * 5
     partial_lse[5 * query_len :: 7] = -torch.inf  # a query that saw no token there
     partial_out[5 * query_len :: 7] = 0
+    if with_lse:
+        partial_lse[12 * query_len :] = -torch.inf  # the last request saw no token
     starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
     ragged = len(set(queries)) > 1
     out = torch.full((starts[-1], heads, head_dim), torch.nan, dtype=dtype, device=DEVICE)
+    lse = torch.full(out.shape[:2], torch.nan, device=DEVICE)
     # entries behind the batch repeat the last entry, as in a captured CUDA graph
     merge_states(
         torch.tensor([*INDPTR, 14, 14], dtype=torch.int32, device=DEVICE),
@@ -76,17 +43,26 @@ def test_matches_float64(heads, head_dim, queries, dtype):
         out,
         torch.tensor([*starts, starts[-1]], dtype=torch.int32, device=DEVICE) if ragged else None,
         query_len,
+        lse if with_lse else None,
     )
-    out = out.cpu()
+    out, lse = out.cpu(), lse.cpu()
     for request, count in enumerate(queries):
         first, last = INDPTR[request : request + 2]
         for query in range(count):
-            got = out[starts[request] + query]
+            token = starts[request] + query
             if first == last:
-                assert got.isnan().all(), "a request without partial results is left alone"
+                assert out[token].isnan().all() and lse[token].isnan().all(), "left alone"
                 continue
-            expected = merged(partial_out, partial_lse, first, last, query, query_len)
-            assert (got - expected).norm() / expected.norm() < torch.finfo(dtype).eps
+            rows = slice(first * query_len + query, last * query_len, query_len)
+            logarithms = partial_lse[rows].double()
+            if with_lse:
+                expected = logarithms.logsumexp(0).float()
+                torch.testing.assert_close(lse[token], expected, rtol=1e-6, atol=1e-6)
+            if logarithms.isinf().all():
+                continue
+            weights = logarithms.softmax(0)[..., None]
+            expected = (weights * partial_out[rows].double()).sum(0)
+            assert (out[token] - expected).norm() / expected.norm() < torch.finfo(dtype).eps
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
