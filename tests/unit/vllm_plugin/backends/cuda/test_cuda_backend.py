@@ -319,47 +319,41 @@ def planners_warnings(monkeypatch) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("place", ["layout", "load"])
-def test_a_step_whose_plan_cannot_be_put_in_force_is_right(monkeypatch, place):
+@pytest.mark.parametrize(
+    ("place", "calls", "failing"),
+    [
+        # what takes the place of the plan is laid out and loaded as well
+        ("layout", (1, 4), (1, 3)),
+        ("load", (1, 4), (1, 3)),
+        *(("_make_plan", (at, at + 2), (at, at + 2)) for at in range(1, 5)),
+    ],
+)
+def test_a_step_without_its_plan_is_right_and_the_next_shares_again(
+    monkeypatch, place, calls, failing
+):
     share_whatever_it_costs(monkeypatch)
     said = planners_warnings(monkeypatch)
     group = Group(monkeypatch)
     executor = group.builder.executor
-    owner = executor._kernel if place == "layout" else executor.workspace.plan
-    fault = torch.OutOfMemoryError("planted")
-    # the first plan, and that of the third step
-    monkeypatch.setattr(owner, place, failing_at(getattr(owner, place), 1, 4, error=fault))
-    for step, failed in enumerate((True, False, True, False)):
-        group.start(batch := shared_batch([60 + 20 * step, 70, 80, 61][: 2 + step % 3]))
-        before, plans = STATS.shared_steps, STATS.plans
-        group.assert_right(batch)
-        assert STATS.shared_steps == before + (not failed)
-        assert STATS.plans == plans + 1
-    assert STATS.fallbacks == {PLANNING_FAILED: 2}
-    (line,) = said
-    assert "OutOfMemoryError: planted" in line
-
-
-@pytest.mark.parametrize("at", range(1, 5))
-def test_a_step_whose_planning_fails_is_right_and_the_next_shares_again(monkeypatch, at):
-    share_whatever_it_costs(monkeypatch)
-    said = planners_warnings(monkeypatch)
-    group = Group(monkeypatch)
-    # not of every planner: another one may still be compiling in the background
-    decode_planner = group.builder.planner.decode_planner
-    fails_twice = failing_at(decode_planner._make_plan, at, at + 2, error=IndexError("planted"))
-    monkeypatch.setattr(decode_planner, "_make_plan", fails_twice)
+    owner = {
+        "layout": executor._kernel,
+        "load": executor.workspace.plan,
+        # not of every planner: another one may still be compiling in the background
+        "_make_plan": group.builder.planner.decode_planner,
+    }[place]
+    fault = IndexError("planted") if place == "_make_plan" else torch.OutOfMemoryError("planted")
+    monkeypatch.setattr(owner, place, failing_at(getattr(owner, place), *calls, error=fault))
     failures = 0
     for step in range(1, 8):
         group.start(batch := shared_batch([60 + step, 70, 80, 61][: 2 + step % 3]))
-        before = STATS.shared_steps
+        before, plans = STATS.shared_steps, STATS.plans
         group.assert_right(batch)
-        failed = step in (at, at + 2)
-        failures += failed
+        failures += step in failing
         assert STATS.fallbacks.get(PLANNING_FAILED, 0) == failures
-        assert STATS.shared_steps == before + (not failed)
+        assert STATS.shared_steps == before + (step not in failing)
+        assert STATS.plans == plans + 1
     (line,) = said
-    assert "IndexError: planted" in line
+    assert f"{type(fault).__name__}: planted" in line
 
 
 def test_a_plan_is_made_anew_after_sleep(monkeypatch):
@@ -787,11 +781,6 @@ def doctor_says(window: int, hybrid: bool = False, drafts: int = 0) -> str | Non
     return machine.served[0]["falls_back"]
 
 
-def test_doctor_knows_from_which_window_on_layers_are_served(windows):
-    assert doctor_says(64) is None
-    assert doctor_says(63) == "a sliding window of 63 tokens where sharing pays from 64 tokens on"
-
-
 @pytest.mark.parametrize(
     ("drafts", "hybrid", "window", "reason"),
     [
@@ -810,7 +799,7 @@ def test_a_window_that_is_not_served_keeps_flash_attention(
         return Group(monkeypatch, spec=spec, config=config, sliding_window=window)
 
     assert not group().impl.shares and list(STATS.as_dict()["fallbacks"]) == [reason]
-    assert doctor_says(window, hybrid, drafts) == reason
+    assert doctor_says(window, hybrid, drafts) == reason and doctor_says(64) is None
     set_variables(monkeypatch, STRICT="1")
     with pytest.raises(PrefixShareError, match=reason):
         group()
