@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.support.faults import failing_at
 from tests.support.native_executor import needs_native
-from tests.support.paged_batches import paged_batch, total_error
+from tests.support.paged_batches import paged_batch
 from tests.support.planning_cases import (
     COSTS,
     LLAMA,
@@ -577,22 +577,6 @@ def test_a_planning_failure_costs_one_step_its_sharing(place, divider, monkeypat
     assert planner.update(batch.block_table, batch.seq_lens).plan is plan
     assert planner.counters.fallbacks[PLANNING_FAILED] == 2
     assert len(told) == 1 and "IndexError: planted" in told[0]
-
-
-@pytest.mark.parametrize("at", range(6))
-def test_tokens_stay_right_when_planning_fails_at_some_step(at, monkeypatch):
-    """Six steps of a batch that changes each time, through the operator."""
-    batch = paged_batch(requests=6)
-    wrapper = batch.wrapper(num_workers=3)
-    fails_once = failing_at(planner_module.build_plan, at + 1, error=MemoryError("planted"))
-    monkeypatch.setattr(planner_module, "build_plan", fails_once)
-    factors = []
-    for step in range(6):
-        rows = np.roll(np.arange(len(batch.seq_lens)), step)[step % 2 :]
-        part = batch.rows(rows.tolist())
-        assert total_error(part.run(wrapper), part.expected()[0]) < 2e-6
-        factors.append(wrapper.stats().share_factor)
-    assert [factor > 1 for factor in factors] == [step != at for step in range(6)]
 
 
 def test_a_launch_that_fails_reaches_the_caller_and_spoils_no_later_one(monkeypatch):
