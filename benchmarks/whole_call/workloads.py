@@ -52,10 +52,6 @@ class Run:
     warm_up: tuple[Call, ...] = ()
     reset: bool = False
 
-    @property
-    def num_answers(self) -> int:
-        return sum(len(call.prompts) * max(1, call.beam_width) for call in self.timed)
-
 
 class Workloads:
     """All workloads on some documents.
