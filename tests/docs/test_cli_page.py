@@ -11,7 +11,6 @@ from tests.docs.test_snippets import RUN
 from tests.support.documentation import files_of
 from vllm_prefixshare.cli.main import COMMANDS, main
 from vllm_prefixshare.cli.picture import MAX_ROWS
-from vllm_prefixshare.cli.prompts import MAX_LINE
 from vllm_prefixshare.planning.costs.gpus import GPUS
 from vllm_prefixshare.vllm_plugin.observability.tracing import MAX_BYTES
 
@@ -38,7 +37,6 @@ def test_every_command_has_its_section():
 
 def test_limits_are_those_of_the_code():
     assert f"ends at {MAX_BYTES >> 20} MiB" in PAGE
-    assert f"A line may have {MAX_LINE >> 20} MiB" in PAGE
     assert f"At most {MAX_ROWS} workers are shown" in PAGE
     *most, last = GPUS
     assert f"{', '.join(most)} and {last}" in PAGE

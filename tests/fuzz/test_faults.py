@@ -33,7 +33,6 @@ from tests.support.planning_cases import (
     quick,
 )
 from tests.support.processes import run, run_python
-from vllm_prefixshare.cli.output import write_file
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.aot import compilation as compile_module
@@ -257,18 +256,6 @@ def test_a_link_in_the_place_of_the_draft_of_a_table_is_not_followed(cache):
     flashforge_table().save(cache / "t.json")
     assert target.read_text() == "precious"
     assert os.listdir(cache) == ["t.json"] and not (cache / "t.json").is_symlink()
-
-
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_link_in_the_place_of_the_draft_of_a_picture_is_not_followed(tmp_path, exists):
-    folder, target = tmp_path / "pictures", tmp_path / "somebody's file"
-    folder.mkdir()
-    if exists:
-        target.write_text("precious")
-    (folder / f".plan.svg.{os.getpid()}.tmp").symlink_to(target)
-    write_file(folder / "plan.svg", b"<svg")
-    assert (target.read_text() == "precious") if exists else not target.exists()
-    assert os.listdir(folder) == ["plan.svg"] and not (folder / "plan.svg").is_symlink()
 
 
 def give_away(path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,13 +615,3 @@ def test_a_lock_is_released_although_a_forked_child_lives(tmp_path):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-
-
-def test_a_picture_is_written_to_what_a_link_names(tmp_path):
-    """As /dev/stdout is a link to a file that a shell has opened."""
-    file, link = tmp_path / "file.svg", tmp_path / "link.svg"
-    with file.open("wb") as opened:
-        link.symlink_to(f"/proc/self/fd/{opened.fileno()}")
-        write_file(link, b"<svg")
-    assert link.is_symlink()
-    assert file.read_bytes().startswith(b"<svg")

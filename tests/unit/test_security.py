@@ -44,7 +44,8 @@ WRITERS = {
     "vllm_plugin/observability/tracing.py": {"os.open", "ftruncate"},
     # the null device
     "cli/main.py": {"os.open"},
-    "cli/output.py": {"write_bytes"},
+    # the file that --svg names
+    "cli/inspect_plans.py": {"write_bytes"},
     # the folder that VLLM_PREFIXSHARE_METRICS names, or a temporary one
     "vllm_plugin/observability/metrics.py": {"mkdir", "TemporaryDirectory", "TemporaryFile"},
     "vllm_plugin/observability/metric_files.py": {"mkdir", "os.open", "rename", "unlink"},

@@ -17,7 +17,7 @@ from vllm_prefixshare.cli.options import (
     attention_of,
     check_range,
 )
-from vllm_prefixshare.cli.output import print_table, write_file
+from vllm_prefixshare.cli.output import print_table
 from vllm_prefixshare.cli.planned import Layer, Planned, as_run, forest_of
 from vllm_prefixshare.config import MAX_WORKERS, AttentionConfig
 from vllm_prefixshare.core import Forest, IntArray, PrefixShareError
@@ -220,7 +220,11 @@ def _draw(report: Report, path: Path) -> None:
             made.plan,
             report.batch.seq_lens,
         )
-        write_file(path, picture.encoded(figure))
+        data = picture.encoded(figure)
+    try:
+        path.write_bytes(data)
+    except OSError as e:
+        raise PrefixShareError(f"{path} cannot be written ({e}): name another file.") from None
 
 
 def _requests(forest: Forest) -> str:

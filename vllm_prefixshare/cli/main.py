@@ -52,33 +52,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def _written_out() -> Iterator[None]:
-    """Write out here what is printed inside: as Python ends, an error would be a text of its own.
-
-    Raises:
-        SystemExit: the reader of standard output has gone, which needs no message.
-        PrefixShareError: it cannot be written for another reason.
-    """
-    try:
-        try:
-            yield
-        finally:
-            print(end="", flush=True)
-    except OSError:
-        try:
-            print(flush=True)  # the error may be of another file
-        except OSError as e:
-            # for what is left, which Python writes as it ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            if isinstance(e, BrokenPipeError):
-                raise SystemExit(141) from None  # the shell's status for a closed pipe
-            raise PrefixShareError(
-                f"standard output cannot be written ({e.strerror}): send it elsewhere."
-            ) from None
-        raise
-
-
-@contextlib.contextmanager
 def _notices_shown() -> Iterator[None]:
     """Write the package's log messages to standard error, where that is a terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
@@ -101,9 +74,10 @@ def main(argv: list[str] | None = None) -> int:
         with contextlib.suppress(AttributeError):  # closed, or a stream of another kind
             # names of files may have what the terminal's encoding has not
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        with _written_out(), _notices_shown():
+        with _notices_shown():
             args = parser().parse_args(argv)
             status: int = args.run(args)
+            print(end="", flush=True)
             return status
     except PrefixShareError as e:
         print(f"vllm-prefixshare: error: {e}", file=sys.stderr)
@@ -116,5 +90,9 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    except BrokenPipeError:
+        # for what is left, which Python writes as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # the shell's status for a closed pipe
     except KeyboardInterrupt:
         return 130  # the shell's status for Ctrl-C

@@ -1,10 +1,6 @@
-"""Tables on standard output, and files."""
+"""Tables on standard output."""
 
 from collections.abc import Sequence
-from pathlib import Path
-
-from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.utils.trusted_files import write_whole
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
@@ -20,19 +16,3 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
         cells = [first.ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=False)]
         print("  ".join(cells))
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file that appears whole or not at all. What is no plain file, such as /dev/stdout,
-    or a link to a file, is written to and not replaced.
-
-    Raises:
-        PrefixShareError: it cannot be written.
-    """
-    try:
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            path.write_bytes(data)
-        else:
-            write_whole(path, data)
-    except OSError as e:
-        raise PrefixShareError(f"{path} cannot be written ({e}): name another file.") from None

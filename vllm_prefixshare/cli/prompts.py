@@ -13,7 +13,6 @@ import numpy as np
 from vllm_prefixshare.cli.tokenization import Tokenizer
 from vllm_prefixshare.core import IntArray, PrefixShareError
 
-MAX_LINE = 8 << 20
 #: Maximum number of samples of a prompt.
 MAX_SAMPLES = 4096
 #: Token ids of a prompt as vLLM's request logger writes them at level DEBUG.
@@ -68,10 +67,6 @@ def open_source(source: Source) -> AbstractContextManager[BinaryIO]:
         PrefixShareError: it cannot be read.
     """
     if str(source.path) == "-":
-        if sys.stdin is None:
-            raise PrefixShareError(
-                "standard input is closed: pipe the prompts to it, or name a file."
-            )
         return nullcontext(sys.stdin.buffer)
     try:
         return source.path.open("rb")
@@ -189,15 +184,8 @@ def _name_of(data: dict[str, Any]) -> str | None:
 
 def _lines(source: Source, file: BinaryIO) -> Iterator[tuple[int, str]]:
     """Lines that are not empty, with their numbers from 1 on."""
-    number = 0
     try:
-        while line := file.readline(MAX_LINE + 1):
-            number += 1
-            if len(line) > MAX_LINE and not line.endswith(b"\n"):
-                raise PrefixShareError(
-                    f"line {number} of {source} is longer than the {MAX_LINE >> 20} MiB that are "
-                    "read."
-                )
+        for number, line in enumerate(file, 1):
             # programs for Windows begin a file with a mark
             if text := line.decode("utf-8-sig").strip():
                 yield number, text

@@ -260,10 +260,3 @@ def test_other_ways_to_write_the_same_prompts(tmp_path, capsys, name, content, o
     path = tmp_path / name
     path.write_text(content)
     assert report(path, *options) == report(expected)
-
-
-def test_closed_standard_input_is_one_sentence():
-    shell = f"{sys.executable} -c '{PROGRAM}' estimate - --gpu H200 <&-"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "standard input is closed: pipe the prompts to it" in done.stderr

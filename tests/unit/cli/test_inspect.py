@@ -4,7 +4,6 @@ import json
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -393,17 +392,6 @@ def test_a_picture_without_matplotlib_is_refused(tmp_path, monkeypatch, capsys):
 def test_a_picture_that_cannot_be_written_gets_one_sentence(tmp_path, capsys):
     assert main(["inspect", "--divider", "fixed", "--svg", str(tmp_path / "no" / "p")]) == 2
     assert "cannot be written" in capsys.readouterr().err
-
-
-def test_what_is_no_plain_file_is_written_to_and_not_replaced(tmp_path):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    command = ["inspect", "--tree", "1,4_64,32", "--divider", "fixed", "--svg", str(pipe)]
-    with ThreadPoolExecutor(1) as pool:
-        read = pool.submit(pipe.read_bytes)
-        assert main(command) == 0
-        assert read.result(60).startswith(b"<?xml")
-    assert pipe.is_fifo() and [p.name for p in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_a_gpu_that_was_measured_has_its_table():
