@@ -1,7 +1,6 @@
 """PrefixShareDecodeWrapper: plan once, run once per layer, like FlashInfer's wrappers."""
 
 import math
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, overload
@@ -50,22 +49,6 @@ class DecodeStats:
         return self.kv_tokens_per_request / max(1, self.kv_tokens_read)
 
 
-class _Exclusive:
-    """A section of code for one thread at a time; a second one raises instead of waiting."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise PrefixShareError(
-                "two threads use one wrapper at the same time: give each thread its own wrapper."
-            )
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
 class PrefixShareDecodeWrapper:
     """Decode attention that reads every shared KV block from memory once.
 
@@ -100,7 +83,7 @@ class PrefixShareDecodeWrapper:
         PrefixShareError: an argument is out of range, or the device has no executor.
 
     A wrapper holds one plan and the buffers of its runs: use it from one thread, and on a GPU on
-    one stream. Where another thread made the plan, or is in ``plan`` or ``run``, these raise.
+    one stream.
     """
 
     def __init__(
@@ -179,9 +162,6 @@ class PrefixShareDecodeWrapper:
         )
         self._given_table: ArrayLike = self._batch.block_table
         self._greatest_block, self._longest = -1, 0
-        self._exclusive = _Exclusive()
-        #: the thread that made the plan
-        self._thread = threading.get_ident()
 
     def __repr__(self) -> str:
         a, divider = self.attention, self._planner.config.divider
@@ -228,8 +208,7 @@ class PrefixShareDecodeWrapper:
 
         Raises:
             PrefixShareError: shapes that disagree, ids below 0, lengths beyond the table, more
-                queries than ``max_query_len``, a plan too large for a captured CUDA graph, another
-                thread in this wrapper.
+                queries than ``max_query_len``, a plan too large for a captured CUDA graph.
         """
         table, lens, starts, greatest = self._check_batch(block_table, seq_lens, query_start_loc)
         most = int(np.diff(starts).max(initial=1))
@@ -247,13 +226,11 @@ class PrefixShareDecodeWrapper:
             if (limit or most) > 1:
                 parents = host_integers(query_parents, "query_parents", 1)
                 mask = ancestor_masks(parents, starts)
-        with self._exclusive:
-            plan = self._planner.update(table, lens, limit or most).plan
-            batch = HostBatch(table, lens.copy(), starts, mask)
-            self._executor.prepare(plan, batch)
-            self._plan, self._batch, self._given_table = plan, batch, block_table
-            self._greatest_block, self._longest = greatest, int(lens.max(initial=0))
-            self._thread = threading.get_ident()
+        plan = self._planner.update(table, lens, limit or most).plan
+        batch = HostBatch(table, lens.copy(), starts, mask)
+        self._executor.prepare(plan, batch)
+        self._plan, self._batch, self._given_table = plan, batch, block_table
+        self._greatest_block, self._longest = greatest, int(lens.max(initial=0))
         return plan
 
     def _check_batch(
@@ -358,8 +335,7 @@ class PrefixShareDecodeWrapper:
             ``[num_tokens, num_qo_heads]``, natural logarithm.
 
         Raises:
-            PrefixShareError: no plan yet, a tensor of another shape, dtype or device, another
-                thread's plan, or another thread in this wrapper.
+            PrefixShareError: no plan yet, or a tensor of another shape, dtype or device.
         """
         if self.attention.kv_lora_rank is not None:
             k_cache, v_cache = self._latent_views(k_cache, v_cache)
@@ -372,32 +348,25 @@ class PrefixShareDecodeWrapper:
             out = q.new_empty((*q.shape[:-1], self.attention.v_head_dim), dtype=self.dtype)
         if return_lse and lse is None:
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        with self._exclusive:
-            num_reqs = self.last_plan.num_reqs
-            if self._thread != threading.get_ident():
+        num_reqs = self.last_plan.num_reqs
+        if not num_reqs:
+            if len(q):
                 raise PrefixShareError(
-                    "another thread made the current plan: call plan() in this thread, or give "
-                    "each thread its own wrapper."
+                    f"the current plan has no requests, but q has {len(q)} rows: call plan() first."
                 )
-            if not num_reqs:
-                if len(q):
-                    raise PrefixShareError(
-                        f"the current plan has no requests, but q has {len(q)} rows: call plan() "
-                        "first."
-                    )
-                return out if lse is None or not return_lse else (out, lse)
-            if self.device.type == "cpu":
-                self._follow(block_table, seq_lens)
-            elif isinstance(block_table, torch.Tensor) and block_table.dim() == 2:
-                columns, size = block_table.shape[1], self.attention.block_size
-                if columns * size < self._longest:
-                    raise PrefixShareError(
-                        f"block_table has {columns} blocks of {size} tokens, but a planned request "
-                        f"has {self._longest} tokens."
-                    )
-            self._check_cache(k_cache, v_cache)
-            arguments = q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale
-            self._executor.run(*arguments, lse=lse, extras=extras)
+            return out if lse is None or not return_lse else (out, lse)
+        if self.device.type == "cpu":
+            self._follow(block_table, seq_lens)
+        elif isinstance(block_table, torch.Tensor) and block_table.dim() == 2:
+            columns, size = block_table.shape[1], self.attention.block_size
+            if columns * size < self._longest:
+                raise PrefixShareError(
+                    f"block_table has {columns} blocks of {size} tokens, but a planned request "
+                    f"has {self._longest} tokens."
+                )
+        self._check_cache(k_cache, v_cache)
+        arguments = q, k_cache, v_cache, block_table, seq_lens, out, self.sm_scale
+        self._executor.run(*arguments, lse=lse, extras=extras)
         return out if lse is None or not return_lse else (out, lse)
 
     def _follow(self, block_table: ArrayLike, seq_lens: ArrayLike) -> None:

@@ -1,7 +1,5 @@
 """Bad input to the operator: what is refused, and the messages."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -168,55 +166,6 @@ def test_a_refused_batch_leaves_the_plan_as_it_was(of_plan):
     refused(w, few)
     with pytest.raises(PrefixShareError, match="names block 14, but the cache has 5 blocks"):
         w.run(*tensors(5), many, LENS)
-
-
-def test_a_plan_of_another_thread_is_refused():
-    """Two threads plan in turn; without a check the first would run under the second's plan."""
-    shared = wrapper()
-    q, cache, _ = tensors()
-    with ThreadPoolExecutor(1) as other:
-        shared.plan(TABLE, LENS)
-        other.submit(shared.plan, TABLE, LENS).result()
-        with pytest.raises(PrefixShareError, match="another thread made the current plan"):
-            shared.run(q, cache, cache, TABLE, LENS)
-        expected = other.submit(shared.run, q, cache, cache, TABLE, LENS).result()
-    shared.plan(TABLE, LENS)
-    assert torch.equal(shared.run(q, cache, cache, TABLE, LENS), expected)
-
-
-def test_two_threads_at_the_same_time_are_refused(monkeypatch):
-    shared = wrapper()
-    q, cache, _ = tensors()
-    inside, go_on = threading.Event(), threading.Event()
-    run = shared._executor.run
-
-    def slow(*args: object, **options: object) -> None:
-        inside.set()
-        assert go_on.wait(60)
-        run(*args, **options)
-
-    monkeypatch.setattr(shared._executor, "run", slow)
-
-    def first() -> torch.Tensor:
-        shared.plan(TABLE, LENS)
-        return shared.run(q, cache, cache, TABLE, LENS)
-
-    with ThreadPoolExecutor(1) as other:
-        running = other.submit(first)
-        assert inside.wait(60)
-        try:
-            for call in (
-                lambda: shared.plan(TABLE[:1], LENS[:1]),
-                lambda: shared.run(q, cache, cache, TABLE, LENS),
-            ):
-                with pytest.raises(PrefixShareError, match="two threads use one wrapper"):
-                    call()
-        finally:
-            go_on.set()
-        out = running.result()
-    alone = wrapper()
-    alone.plan(TABLE, LENS)
-    assert torch.equal(out, alone.run(q, cache, cache, TABLE, LENS))
 
 
 def test_queries_under_an_empty_plan_are_refused():
