@@ -1,17 +1,13 @@
 """Check what an engine would check, and say which layers of a model would be served."""
 
 import argparse
-import contextlib
-import gc
 import json
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +24,6 @@ from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning.costs import lookup
 from vllm_prefixshare.planning.costs.table import CostTable
 from vllm_prefixshare.settings import PROMPT_PARTS, VARIABLES, settings
-from vllm_prefixshare.utils.garbage import collection_paused
 from vllm_prefixshare.vllm_plugin import compat
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
 from vllm_prefixshare.vllm_plugin.observability import metrics, tracing
@@ -40,8 +35,6 @@ Is everything in place, and which layers of a model would be served?
 
 Each line is a check that an engine makes when it starts. The exit status is 0 if PREFIX_SHARE can
 be chosen, 1 if not."""
-#: exists while the driver is loaded, except on WSL; there the kernel is chosen in sequence
-NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 #: a layer of Llama-3.1-8B, for which a kernel is chosen without a model
 USUAL = LayerKind(128, "bfloat16", num_heads=32, num_kv_heads=8, name="full attention", count=1)
 #: name of a kernel, and why another that comes before it does not serve
@@ -87,8 +80,6 @@ class Machine:
     model: the folder of the model, if one is named.
     query_len: maximum number of query tokens of a decode.
     on_cpu: whether vLLM runs on its CPU platform; None until it is known.
-    chosen: the kernel for each shape that a GPU may serve, chosen in another process meanwhile;
-        nothing where there is no NVIDIA driver.
     kernels: the name of the kernel for each shape that would be served here.
     served: what becomes of the model's layers that have a KV cache; ``falls_back`` is why a layer
         would not be served, None if it would.
@@ -98,7 +89,6 @@ class Machine:
     model: Path | None = None
     query_len: int = 1
     on_cpu: bool | None = None
-    chosen: dict[AttentionConfig, Future[Choice]] = field(default_factory=dict)
     kernels: dict[AttentionConfig, str] = field(default_factory=dict)
     served: list[dict[str, Any]] = field(default_factory=list)
 
@@ -115,11 +105,6 @@ class Result:
 
 def run(args: argparse.Namespace) -> int:
     """Run every check and print the report; 0 if PREFIX_SHARE can be chosen here, else 1."""
-    with collection_paused():  # importing vLLM leaves no garbage; looking for it takes a fifth
-        return _run(args)
-
-
-def _run(args: argparse.Namespace) -> int:
     gpus, shards, drafts = _counts(args)
     check_cache_argument(args)
     # vLLM's own log would be mixed into the report
@@ -127,14 +112,7 @@ def _run(args: argparse.Namespace) -> int:
     kinds = [USUAL] if args.model is None else layer_kinds(args.model)
     kinds = in_engine(kinds, args.kv_cache_dtype, gpus, shards, drafts)
     machine = Machine(kinds, args.model, query_len=1 + drafts)
-    spawn = get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=gc.disable) as beside:
-        if NVIDIA_DRIVER.exists():
-            machine.chosen = {
-                shape: beside.submit(gpu_kernel, shape, machine.query_len)
-                for shape in _shapes(machine)
-            }
-        results = [_try(name, check, machine) for name, check in CHECKS.items()]
+    results = [_try(name, check, machine) for name, check in CHECKS.items()]
     if args.model is not None:
         results.append(_try("layers", layers, machine))
     if machine.served:
@@ -172,21 +150,11 @@ def _counts(args: argparse.Namespace) -> tuple[int, int, int]:
     return gpus, shards, drafts
 
 
-def _shapes(machine: Machine) -> list[AttentionConfig]:
-    """Shapes of layers that a GPU may serve; what rules them out otherwise is not yet known."""
-    shapes = []
-    for layer in machine.layers:
-        with contextlib.suppress(PrefixShareError):
-            if layer.attention:
-                shapes.append(layer.attention_config())
-    return list(dict.fromkeys(shapes))
-
-
 def _try(name: str, check: Callable[[Machine], str], machine: Machine) -> Result:
     began = time.perf_counter()
     try:
         ok, says = True, check(machine)
-    except Exception as e:  # a GPU that is full or lost, a helper that was killed
+    except Exception as e:  # a GPU that is full or lost
         ok, says = False, _as_sentence(e)
     return Result(name, ok, says, round(time.perf_counter() - began, 2))
 
@@ -270,8 +238,7 @@ def kernel(machine: Machine) -> str:
 
             machine.kernels[shape] = cpu_executor(shape, passed_over.append).name
         else:
-            found = machine.chosen.get(shape)
-            choice = found.result() if found else gpu_kernel(shape, machine.query_len)
+            choice = gpu_kernel(shape, machine.query_len)
             machine.kernels[shape] = choice[0]
             passed_over += filter(None, choice[1:])
     names = ", ".join(dict.fromkeys(machine.kernels.values()))

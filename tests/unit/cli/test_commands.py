@@ -196,7 +196,6 @@ def on_a_gpu(monkeypatch, **checks):
         return GPU
 
     monkeypatch.setattr(doctor, "CHECKS", {"platform": platform, **checks})
-    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", Path("/nowhere"))
     monkeypatch.setattr(platforms, "gpu_extras", lambda anywhere=False: platforms.GPU_EXTRAS)
     monkeypatch.setattr(lookup, "gpu", lambda: GPU)
 
@@ -333,18 +332,6 @@ def test_an_error_in_a_check_of_doctor_is_a_sentence(monkeypatch, capsys, error,
     assert main(["doctor"]) == 1
     line = capsys.readouterr().out.splitlines()[1]
     assert line.startswith("failed  kernel ") and sentence in line
-
-
-def killed(*of: object) -> None:
-    os._exit(1)
-
-
-def test_a_helper_of_doctor_that_was_killed_is_a_failed_check(monkeypatch, capsys):
-    on_a_gpu(monkeypatch, kernel=doctor.kernel)
-    monkeypatch.setattr(doctor, "NVIDIA_DRIVER", Path("/"))
-    monkeypatch.setattr(doctor, "gpu_kernel", killed)
-    assert main(["doctor"]) == 1
-    assert "the check ended with BrokenProcessPool (A process in" in capsys.readouterr().out
 
 
 def test_doctor_names_a_plugin_that_is_left_out(monkeypatch):
