@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import NamedTuple
 
 from vllm_prefixshare.core import PrefixShareError
@@ -78,11 +77,6 @@ class AttentionConfig:
     sliding_window: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_qo_heads", "num_kv_heads", "head_dim", "block_size"):
-            require_integer(name, getattr(self, name))
-        for name in ("kv_lora_rank", "sliding_window"):
-            if getattr(self, name) is not None:
-                require_integer(name, getattr(self, name))
         for name in ("num_qo_heads", "num_kv_heads", "block_size"):
             _require_positive(name, getattr(self, name))
         for name in ("block_size", "sliding_window"):
@@ -157,12 +151,6 @@ class AttentionConfig:
         return self.num_qo_heads // self.num_kv_heads
 
 
-def require_integer(name: str, value: object) -> None:
-    """Raise ``PrefixShareError`` if ``value`` is no integer, of Python or NumPy."""
-    if not isinstance(value, Integral):
-        raise PrefixShareError(f"{name} must be an integer, got {value!r}.")
-
-
 def _require_positive(name: str, value: int) -> None:
     if value < 1:
         raise PrefixShareError(f"{name} must be at least 1, got {value}.")
@@ -181,7 +169,6 @@ def _require_one_of(name: str, value: str, names: tuple[str, ...]) -> None:
 def require_launchable(kernel: str, query_len: int) -> None:
     """Raise ``PrefixShareError`` for an unknown kernel or an invalid ``max_query_len``."""
     _require_one_of("kernel", kernel, KERNELS)
-    require_integer("max_query_len", query_len)
     _require_positive("max_query_len", query_len)
 
 
@@ -283,11 +270,5 @@ class PlannerConfig:
 
     def __post_init__(self) -> None:
         _require_one_of("share", self.share, SHARE_POLICIES)
-        counts = ("num_workers", "max_tile_requests", "max_tile_runs", "num_splits")
-        for name in (*counts, "kv_chunk_size", "kept_plans"):
-            _require_positive(name, getattr(self, name))
+        _require_positive("num_workers", self.num_workers)
         _require_at_most("num_workers", self.num_workers, MAX_WORKERS)
-        if not self.rebalance_factor >= 1:
-            raise PrefixShareError(
-                f"rebalance_factor must be at least 1, got {self.rebalance_factor}."
-            )

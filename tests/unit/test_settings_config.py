@@ -163,20 +163,3 @@ def test_attention_shapes_that_are_refused(name, value, sentence):
     with pytest.raises(PrefixShareError) as error:
         AttentionConfig(**{**GOOD, name: value})
     assert str(error.value) == sentence
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["num_workers", "max_tile_requests", "max_tile_runs", "num_splits", "kv_chunk_size"],
-)
-@pytest.mark.parametrize("value", [0, -3])
-def test_planner_counts_must_be_positive(name, value):
-    with pytest.raises(PrefixShareError) as error:
-        gpu_config(**{name: value})
-    assert str(error.value) == f"{name} must be at least 1, got {value}."
-
-
-@pytest.mark.parametrize("value", [0.0, -1.5, float("nan")])
-def test_a_rebalance_factor_that_would_plan_at_every_step_is_refused(value):
-    with pytest.raises(PrefixShareError, match="rebalance_factor"):
-        gpu_config(rebalance_factor=value)

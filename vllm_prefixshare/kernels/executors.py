@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from vllm_prefixshare.config import AttentionConfig, require_integer, require_launchable
+from vllm_prefixshare.config import AttentionConfig, require_launchable
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.kernels.interface import Executor
 
@@ -28,7 +28,6 @@ def executor_for(
             of range, for whichever device it is.
     """
     require_launchable(kernel, query_len)
-    require_integer("num_workers", num_workers)
     if device.type == "cpu":
         from vllm_prefixshare.kernels.cpu.torch_executor import TorchExecutor
 
