@@ -164,11 +164,6 @@ def _as_sentence(error: Exception) -> str:
         return str(error)
     if isinstance(error, ImportError):
         return f"{error}: install what is missing, or reinstall vLLM."
-    if isinstance(error, UnicodeDecodeError) and error.encoding != "utf-8":
-        return (
-            f"the locale is not UTF-8 ({_first_line(error)}): set PYTHONUTF8=1, as PyTorch and "
-            "vLLM read their files in UTF-8."
-        )
     return (
         f"the check ended with {type(error).__name__} ({_first_line(error)}): free memory on this "
         "GPU and machine if it is full, else report it."

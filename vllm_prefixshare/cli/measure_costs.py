@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from vllm_prefixshare.cli.memory import check_room
 from vllm_prefixshare.cli.options import (
     add_cache_argument,
     add_shape_arguments,
@@ -75,12 +74,10 @@ def _profile_cpu(attention: AttentionConfig) -> CostTable:
             f"table: name --kv-cache-dtype {attention.dtype}, or --device cuda on a GPU."
         )
     compat.check_release(on_cpu=True)
-    from vllm_prefixshare.profiling.cpu_table import ALONE, TOKENS, measure_cpu
+    from vllm_prefixshare.profiling.cpu_table import measure_cpu
     from vllm_prefixshare.vllm_plugin.backends.cpu.timing import check_shape, cpu_attn_timer
 
     check_shape(attention)
-    tokens = -(-TOKENS[-1] // attention.block_size) * attention.block_size
-    check_room((1 + ALONE) * tokens, attention)
     return measure_cpu(attention, cpu_attn_timer(attention))
 
 

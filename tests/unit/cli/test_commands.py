@@ -315,9 +315,6 @@ def test_doctor_looks_for_the_executor_of_a_cpu(layer, expected):
     [
         (torch.OutOfMemoryError("CUDA out of memory.\nMore."),
          "the check ended with OutOfMemoryError (CUDA out of memory.): free memory"),
-        (UnicodeDecodeError("ascii", b"\xe2", 0, 1, "ordinal not in range(128)"),
-         "the locale is not UTF-8 ('ascii' codec can't decode byte 0xe2 in position 0: ordinal not "
-         "in range(128)): set PYTHONUTF8=1"),
         (RuntimeError("CUDA driver initialization failed"), "RuntimeError (CUDA driver"),
         (MemoryError(), "MemoryError (no reason given)"),
         (ImportError("No module named 'triton'"), "No module named 'triton': install what is"),
@@ -772,11 +769,6 @@ def test_inspect_compares_every_divider(capsys):
             "no kernel for blocks of 8 tokens: name a --block-size that is a multiple of 16",
         ),
         (["profile", "--model", "/nowhere"], "/nowhere is no folder with a config.json: name"),
-        (
-            ["profile", "--device", "cpu", "--num-qo-heads", "4096", "--num-kv-heads", "4096",
-             "--head-dim", "512"],
-            "147456 KV tokens of one layer with 4096 KV heads need 3456.0 GiB of memory",
-        ),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(arguments, sentence, capsys):
