@@ -17,7 +17,6 @@ from tests.support.traced_plans import LENS, TABLE, Group, record_in
 from vllm_prefixshare.cli.batches import read_batch
 from vllm_prefixshare.cli.main import main
 from vllm_prefixshare.core import PrefixShareError
-from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.observability import tracing
 
 
@@ -143,28 +142,11 @@ def test_of_two_processes_the_first_records(tmp_path, monkeypatch):
     assert json.loads(line)["kv_lens"] == LENS.tolist()
 
 
-def test_a_file_that_cannot_be_written_at_start_up_is_dropped(tmp_path, monkeypatch, caplog):
+def test_what_is_no_plain_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "none" / "t.jsonl", tmp_path / "pipe", Path("/dev/zero"), tmp_path):
-        monkeypatch.setenv("VLLM_PREFIXSHARE_TRACE", str(path))
-        settings.cache_clear()
-        caplog.clear()
-        tracing.drop_unwritable(settings().trace)
-        (warning,) = caplog.messages
-        start = f"Nothing is recorded: VLLM_PREFIXSHARE_TRACE={path} cannot be written ("
-        assert warning.startswith(start)
-        assert settings().trace is None, "workers do not try"
-
-
-def test_the_check_at_start_up_leaves_what_is_recorded(tmp_path, monkeypatch):
-    made = planner(monkeypatch, tmp_path / "t.jsonl")
-    made.update(TABLE, LENS)
-    recorded = (tmp_path / "t.jsonl").read_bytes()
-    tracing.drop_unwritable(settings().trace)  # of another engine
-    assert settings().trace == tmp_path / "t.jsonl"
-    made.update(TABLE + 1, LENS)
-    now = (tmp_path / "t.jsonl").read_bytes()
-    assert now.startswith(recorded) and now.count(b"\n") == 2
+        with pytest.raises(PrefixShareError, match=f"TRACE={path} cannot be written "):
+            tracing.open_file(path)
 
 
 @pytest.mark.engine

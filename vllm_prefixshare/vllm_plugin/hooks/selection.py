@@ -198,12 +198,9 @@ def _check_engine_config(config: Any, named: frozenset[str], offline: bool) -> N
 
     from vllm_prefixshare.vllm_plugin.scheduling.order import order_requests
 
-    # A worker checks that a table fits its GPU: asking for the GPU here would start CUDA.
-    on_cpu = current_platform.is_cpu()
-    if not on_cpu:
+    check_settings()
+    if not current_platform.is_cpu():
         choose_mixed_graphs(config, named)
-    check_settings(functools.partial(_attention_of, config) if on_cpu else None)
-    if not on_cpu:
         # a worker would reject it once it has loaded the weights
         if settings().kernel == "hopper":
             _check_hopper(current_platform.is_device_capability(90))
@@ -216,10 +213,6 @@ def _check_engine_config(config: Any, named: frozenset[str], offline: bool) -> N
     if not config.parallel_config.worker_extension_cls:
         config.parallel_config.worker_extension_cls = EXTENSION_PATH
     metrics.start_for_engine("api_server", config, uses_prefix_share=True)
-    if (trace := settings().trace) is not None:
-        from vllm_prefixshare.vllm_plugin.observability import tracing
-
-        tracing.drop_unwritable(trace)
     order_requests(config, offline)
 
 
@@ -240,12 +233,9 @@ def _check_hopper(is_hopper: bool) -> None:
         ) from e
 
 
-def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -> None:
-    """Reject unknown variables, values and dividers, and a cost table that cannot be used.
-
-    Args:
-        cpu_attention: returns the model's attention, where it runs on a CPU, for comparison
-            with that of the table. None: only the table's form is checked.
+def check_settings() -> None:
+    """Reject unknown variables, values and dividers, and a file that is no cost table; a worker
+    checks that a table fits its machine and layers.
 
     Raises:
         PrefixShareError: naming the variable.
@@ -258,14 +248,7 @@ def check_settings(cpu_attention: Callable[[], AttentionConfig] | None = None) -
     if (table := settings().cost_table) is not None:
         from vllm_prefixshare.planning.costs.table import CostTable
 
-        expected = None
-        if cpu_attention is not None:
-            from vllm_prefixshare.kernels.cpu.executor import cpu_executor
-            from vllm_prefixshare.planning.costs.lookup import fingerprint
-
-            attention = cpu_attention()
-            expected = fingerprint(attention, cpu_executor(attention).name)
-        CostTable.load(table, expected)
+        CostTable.load(table)
 
 
 def check_platform() -> bool:

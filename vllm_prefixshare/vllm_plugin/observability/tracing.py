@@ -17,7 +17,6 @@ import numpy as np
 from vllm_prefixshare.config import AttentionConfig
 from vllm_prefixshare.core import IntArray, PrefixShareError
 from vllm_prefixshare.planning.plan import DecodePlan
-from vllm_prefixshare.settings import settings
 from vllm_prefixshare.vllm_plugin.observability.log import logger
 
 VARIABLE = "VLLM_PREFIXSHARE_TRACE"
@@ -98,18 +97,6 @@ def open_file(path: Path) -> int:
         raise OSError(errno.EINVAL, "not a regular file")
     except OSError as e:
         raise _unusable(path, e) from None
-
-
-def drop_unwritable(path: Path) -> None:
-    """In the front end: record nothing where the named file cannot be written, with one warning.
-    Workers inherit the environment without it.
-    """
-    try:
-        os.close(open_file(path))
-    except PrefixShareError as e:
-        os.environ.pop(VARIABLE, None)
-        settings.cache_clear()
-        logger().warning("Nothing is recorded: %s", e)
 
 
 def _unusable(path: Path, e: OSError) -> PrefixShareError:
@@ -201,8 +188,8 @@ class Trace:
 
 @cache
 def trace_to(path: Path) -> Trace | None:
-    """The trace that all KV-cache groups of a process share; None, with a warning, if the file can
-    no longer be written: the front end dropped what could not be written at first.
+    """The trace that all KV-cache groups of a process share; None, with a warning, if the file
+    cannot be written.
     """
     try:
         return Trace(path)
