@@ -132,8 +132,7 @@ def remove_ended(folder: Path) -> None:
 
 class FileCollector:
     """Reads every ``MetricFile`` of a folder at each scrape, in the process that created the
-    collector. Other files are not read; a damaged file is left out, with one warning. A temporary
-    folder that was removed is created again.
+    collector. Other files are not read; a damaged file is left out, with one warning.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -151,22 +150,11 @@ class FileCollector:
 
         if os.getpid() != self._process:
             return ()
-        self._restore_folder()
         files = [str(path) for path in self._folder.glob(FILES) if self._is_readable(path)]
         try:
             return list(MultiProcessCollector.merge(files))
         except Exception:  # one of them was removed or damaged at this moment
             return ()
-
-    def _restore_folder(self) -> None:
-        if not is_temporary(self._folder) or self._folder.is_dir():
-            return
-        try:
-            self._folder.mkdir(mode=0o700)
-        except OSError as e:
-            self._report(self._folder, str(e))
-        else:
-            self._report(self._folder, "it was removed, and is made again")
 
     def _is_readable(self, path: Path) -> bool:
         from prometheus_client.multiprocess import MultiProcessCollector
@@ -185,11 +173,8 @@ class FileCollector:
         except FileNotFoundError:  # its process has just ended
             return False
         except Exception as e:  # damaged bytes make json and struct raise anything
-            self._report(path, repr(e))
+            if str(path) not in self._reported:
+                self._reported.add(str(path))
+                logger().warning("PREFIX_SHARE metrics in %s are left out: %s.", path, repr(e))
             return False
         return True
-
-    def _report(self, path: Path, reason: str) -> None:
-        if str(path) not in self._reported:
-            self._reported.add(str(path))
-            logger().warning("PREFIX_SHARE metrics in %s are left out: %s.", path, reason)

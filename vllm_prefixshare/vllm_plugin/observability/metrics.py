@@ -41,8 +41,6 @@ VARIABLE = "VLLM_PREFIXSHARE_METRICS"
 #: If it is set, as with several API servers, ``/metrics`` shows only the folder that it names.
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
 TICK_SECONDS, WRITE_SECONDS, LOG_SECONDS = 0.02, 1.0, 60.0
-#: Seconds without the folder, which its front end creates again at a scrape, before a warning.
-PATIENCE = 60.0
 
 
 def expose() -> None:
@@ -206,9 +204,7 @@ class Publisher(threading.Thread):
         self._end = threading.Event()
         self._files: dict[str, MetricFile] = {}
         self._keys: dict[tuple[str, ...], str] = {}
-        self._has_written = False
         self._has_warned = False
-        self._failing_since: float | None = None
         self._base = (
             {s.place: s.value for s in source.samples(True) if not s.kind.startswith("gauge")}
             if follows
@@ -255,16 +251,9 @@ class Publisher(threading.Thread):
         try:
             self.write(self._folder, second_over)
         except OSError as e:  # a folder on another machine, a removed folder, a full disk
-            now = time.monotonic()
-            if self._failing_since is None:
-                self._failing_since = now
-            removed = self._has_written and isinstance(e, FileNotFoundError)
-            patient = removed and now - self._failing_since < PATIENCE
-            if not self._has_warned and not patient:
+            if not self._has_warned:
                 self._has_warned = True
                 logger().warning("No PREFIX_SHARE metrics on /metrics: %s.", e)
-        else:
-            self._failing_since = None
 
     def write(self, folder: Path, second_over: bool = True) -> None:
         """Bring the files up to date.
@@ -296,7 +285,6 @@ class Publisher(threading.Thread):
             folder.mkdir(parents=True, exist_ok=True)  # a named folder that was removed
         for file in self._files.values():
             file.write()
-        self._has_written = True
 
     def close(self) -> None:
         """Close the files in a forked child, which would otherwise keep them locked."""

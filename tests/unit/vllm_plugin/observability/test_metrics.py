@@ -326,23 +326,6 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
     return registry.get_sample_value(metrics.PREFIX + name, {**LABELS, **labels})
 
 
-def test_a_removed_folder_is_made_again(counted, registry, caplog):
-    metrics.expose()
-    folder = settings().metrics
-    publisher = steps(folder)
-    counted.note_step(1000, 500)
-    publisher.write(folder)
-    assert value(registry, "decode_steps_total") == 1
-    shutil.rmtree(folder)
-    publisher._try_to_write(True)
-    assert not folder.exists(), "it is the front end's"
-    assert value(registry, "decode_steps_total") is None
-    publisher._try_to_write(True)
-    assert value(registry, "decode_steps_total") == 1
-    assert caplog.text.count("it was removed, and is made again") == 1
-    assert "No PREFIX_SHARE metrics" not in caplog.text
-
-
 @pytest.mark.parametrize("fault", ["removed", "replaced by a file", "all files", "damaged"])
 def test_a_named_folder_recovers(fault, counted, registry, monkeypatch, tmp_path, caplog):
     folder = tmp_path / "m"
