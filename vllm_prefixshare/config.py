@@ -15,30 +15,6 @@ LATENT_SHAPE = 576, 512
 FP8 = "float8_e4m3fn"
 #: vLLM's names of a KV cache of that dtype, with scales of tensors or heads
 FP8_CACHES = ("fp8", "fp8_e4m3")
-#: vLLM's names of all KV cache types, in 0.29 to 0.33: importing vLLM for them takes seconds
-CACHE_DTYPES = (
-    "auto",
-    "float16",
-    "bfloat16",
-    *FP8_CACHES,
-    "fp8_e5m2",
-    "fp8_inc",
-    "fp8_ds_mla",
-    "fp8_per_token_head",
-    "int8_per_token_head",
-    "int4_per_token_head",
-    "nvfp4",
-    "nvfp4_4over6",
-    "nvfp4_ds_mla",
-    "octave_k3v3",
-    "octave_k3v3_compact",
-    "octave_k3v4",
-    "turboquant_3bit_nc",
-    "turboquant_4bit_nc",
-    "turboquant_k3v4_nc",
-    "turboquant_k8v4",
-    "ultraquant_4bit",
-)
 #: features that a layer may add to plain attention, see ``kernels.extras``
 FEATURES = ("sinks", "soft_cap", "alibi")
 #: maximum number of tokens, and of workers, in plans: they are integers of 32 bits

@@ -15,7 +15,6 @@ import vllm_prefixshare
 from vllm_prefixshare.cli.options import (
     add_cache_argument,
     add_model_argument,
-    check_cache_argument,
     check_range,
 )
 from vllm_prefixshare.cli.served import falls_back, in_engine
@@ -106,7 +105,6 @@ class Result:
 def run(args: argparse.Namespace) -> int:
     """Run every check and print the report; 0 if PREFIX_SHARE can be chosen here, else 1."""
     gpus, shards, drafts = _counts(args)
-    check_cache_argument(args)
     # vLLM's own log would be mixed into the report
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     kinds = [USUAL] if args.model is None else layer_kinds(args.model)

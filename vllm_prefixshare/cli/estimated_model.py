@@ -11,7 +11,6 @@ import numpy as np
 from vllm_prefixshare.cli.options import (
     DEFAULT_SHAPE,
     attention_of,
-    check_cache_argument,
     check_range,
     shape_option,
 )
@@ -130,7 +129,6 @@ def estimated_model(args: argparse.Namespace) -> EstimatedModel:
     Raises:
         PrefixShareError: an option is out of range, or no layer would be served.
     """
-    check_cache_argument(args)
     gpu = gpu_named(args.gpu)
     platform = gpu_of(gpu.capability)
     check_range(args, "tensor-parallel-size", 1, MAX_GPUS)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_prefixshare.config import CACHE_DTYPES, DTYPES, FP8, FP8_CACHES, AttentionConfig
+from vllm_prefixshare.config import DTYPES, FP8, FP8_CACHES, AttentionConfig
 from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import LayerKind, layer_kinds
 from vllm_prefixshare.vllm_plugin.eligibility.layer import USUAL_BLOCK
@@ -75,14 +75,6 @@ def check_range(args: argparse.Namespace, option: str, low: int, high: int) -> N
     value = getattr(args, option.replace("-", "_"))
     if value is not None and not low <= value <= high:
         raise PrefixShareError(f"--{option} must be from {low} to {high}, got {value}.")
-
-
-def check_cache_argument(args: argparse.Namespace) -> None:
-    """Raise ``PrefixShareError`` if vLLM does not know the type of KV cache."""
-    if args.kv_cache_dtype not in CACHE_DTYPES:
-        raise PrefixShareError(
-            f"--kv-cache-dtype must be one of {', '.join(CACHE_DTYPES)}, got {args.kv_cache_dtype}."
-        )
 
 
 def attention_of(

@@ -3,16 +3,13 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import vllm
 from transformers import AutoConfig, GraniteConfig
 from vllm.config import ModelConfig
-from vllm.config.cache import CacheDType
 from vllm.model_executor.models.granite import granite_layer_attn_params
 
-from vllm_prefixshare.config import CACHE_DTYPES
 from vllm_prefixshare.vllm_plugin.compat import vllm_version
 from vllm_prefixshare.vllm_plugin.eligibility.checkpoint import layer_kinds
 
@@ -112,7 +109,3 @@ def test_granite_has_sinks_as_in_vllm(tmp_path, fields):
 def test_vllm_reads_the_fields_that_doctor_reads(model, fields):
     source = _source(model)
     assert [name for name in fields if name not in source] == []
-
-
-def test_every_type_of_kv_cache_that_vllm_takes_is_known():
-    assert set(get_args(CacheDType)) - set(CACHE_DTYPES) == set()
