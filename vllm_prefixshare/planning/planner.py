@@ -156,7 +156,11 @@ class DecodePlanner:
             table_rows: ``[num_reqs]`` row of ``block_table`` that each request has, where its
                 rows are not those of the batch; goes with ``row_ids``.
             slack: maximum number of tokens by which the true lengths may be less.
+
+        Raises:
+            PrefixShareError: the arguments differ in their number of requests.
         """
+        _require_one_per_request(block_table, max_seq_lens, table_rows, row_ids)
         self.counters.updates += 1
         cached = self._first_that_holds(block_table, max_seq_lens, query_len, row_ids)
         if cached.unchanged is not None:
@@ -333,6 +337,25 @@ class DecodePlanner:
         if window is not None:
             growth = min(growth, window / 4)
         return max(growth, MIN_STEPS * query_len)
+
+
+def _require_one_per_request(
+    block_table: IntArray,
+    seq_lens: IntArray,
+    table_rows: IntArray | None,
+    row_ids: IntArray | None,
+) -> None:
+    """Raise ``PrefixShareError`` if arguments of ``update`` differ in their number of requests."""
+    if len(block_table if table_rows is None else table_rows) != len(seq_lens):
+        raise PrefixShareError(
+            f"block_table has {len(block_table)} rows and seq_lens {len(seq_lens)} entries: "
+            "pass one of each for every request."
+        )
+    if row_ids is not None and len(row_ids) != len(seq_lens):
+        raise PrefixShareError(
+            f"row_ids has {len(row_ids)} entries and seq_lens {len(seq_lens)}: "
+            "pass one of each for every request."
+        )
 
 
 class CachedPlan:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.plan_oracle import assert_reads_once
 from tests.support.planning_cases import batches, document_qa, make_planner, quick
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.planner import PLAN_TOO_LARGE
@@ -97,6 +98,15 @@ def test_batches_that_take_turns_have_a_plan_each(with_ids):
     assert plan(0, 3) is first, "the least recently used plan is dropped"
     assert plan(2, 1) is third
     assert plan(1, 3) is not second
+
+
+def test_arguments_of_unequal_lengths_are_refused():
+    batch = document_qa(1, 3, document_blocks=4, tail=3)
+    planner = make_planner(16)
+    with pytest.raises(PrefixShareError, match="row_ids has 2 entries and seq_lens 3"):
+        planner.update(batch.block_table, batch.seq_lens, row_ids=np.arange(2))
+    with pytest.raises(PrefixShareError, match="pass one of each for every request"):
+        planner.update(batch.block_table, batch.seq_lens, table_rows=np.arange(4))
 
 
 @quick(100)

@@ -22,6 +22,7 @@ from tests.support.planning_cases import (
     make_planner,
     quick,
 )
+from vllm_prefixshare.core import PrefixShareError
 from vllm_prefixshare.planning import invariants
 from vllm_prefixshare.planning.dividers.registry import DIVIDERS
 from vllm_prefixshare.planning.plan import DecodePlan
@@ -351,6 +352,13 @@ def test_auto_shares_documents_and_not_single_blocks_under_depth_first():
     assert plan.shared_rows.tolist() == list(range(8))
     plan = update(make_planner(16, cost=COSTS["h200"], **settings), batch)
     assert set(plan.shared_rows.tolist()) >= set(range(8))
+
+
+def test_a_table_and_lengths_of_different_batches_are_refused():
+    planner = make_planner()
+    batch = make_batch([[1], [1]], [3, 3], 16)
+    with pytest.raises(PrefixShareError, match=r"block_table has 2 rows and seq_lens 1 entries"):
+        planner.update(batch.block_table, batch.seq_lens[:1])
 
 
 def test_lengths_beyond_the_table_share_no_more_than_it_has():
