@@ -16,6 +16,11 @@ from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
 VOCABULARY, EOS = 40, 7
 #: Lists whose sum with a list is a list.
 PLAIN = (list, TokenIds, BeamIds)
+_INPUT_PROCESSOR = SimpleNamespace(
+    generation_config_fields={"eos_token_id": [EOS, EOS + 1]},
+    resolve_watermarking=lambda params: None,
+    vllm_config=None,
+)
 
 
 class RandomModel:
@@ -84,6 +89,31 @@ def search(mixin, width=4, num_steps=6, ignore_eos=False, **changes):
     return instances, model.prompts
 
 
+def search_offline(mixin, tokenizer, prompts, width=4, num_steps=6, **changes):
+    """The sequences that ``LLM.beam_search`` returns for each prompt of token ids.
+
+    Args:
+        mixin: a ``BeamSearchOfflineMixin``.
+        changes: of `BeamSearchParams`.
+    """
+
+    class Searched(RandomModel, mixin):
+        renderer = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+        llm_engine = SimpleNamespace(input_processor=_INPUT_PROCESSOR)
+
+        def _preprocess_cmpl(self, prompts):
+            return [{"type": "token", "prompt_token_ids": ids} for ids in prompts]
+
+        def _lora_request_to_seq(self, lora_request, num_requests):
+            return [lora_request] * num_requests
+
+        def _priority_to_seq(self, priority, num_requests):
+            return [priority or 0] * num_requests
+
+    params = BeamSearchParams(beam_width=width, max_tokens=num_steps, **changes)
+    return [found.sequences for found in Searched(width).beam_search(prompts, params)]
+
+
 def search_online(mixin, width=4, num_steps=6, **changes):
     """The outputs of a server's beam search, and the prompts that were run.
 
@@ -95,11 +125,7 @@ def search_online(mixin, width=4, num_steps=6, **changes):
     model = RandomModel(width, number=lambda rng: rng.uniform(1, 6))
 
     class Engine:
-        input_processor = SimpleNamespace(
-            generation_config_fields={"eos_token_id": [EOS, EOS + 1]},
-            resolve_watermarking=lambda params: None,
-            vllm_config=None,
-        )
+        input_processor = _INPUT_PROCESSOR
 
         async def generate(self, prompt, sampling_params, request_id, **kwargs):
             await asyncio.sleep(0)

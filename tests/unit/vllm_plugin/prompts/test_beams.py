@@ -9,11 +9,21 @@ import numpy as np
 import pytest
 from vllm.entrypoints.generate.beam_search import offline, online, utils
 from vllm.logprobs import FlatLogprobs
+from vllm.tokenizers import get_tokenizer
 
-from tests.support.beam_search import EOS, VOCABULARY, RandomModel, search, search_online, step
+from examples.embedded_model import embedded_model_path
+from tests.support.beam_search import (
+    EOS,
+    VOCABULARY,
+    RandomModel,
+    search,
+    search_offline,
+    search_online,
+    step,
+)
 from tests.support.shared_prefixes import install_hook
 from vllm_prefixshare.vllm_plugin.hooks import beams as hooks
-from vllm_prefixshare.vllm_plugin.prompts import beams, parts
+from vllm_prefixshare.vllm_plugin.prompts import beams, detokenization, parts
 from vllm_prefixshare.vllm_plugin.prompts.copies import PART
 from vllm_prefixshare.vllm_plugin.prompts.token_ids import TokenIds
 
@@ -100,6 +110,29 @@ def test_beams_of_one_candidate_share_a_dictionary(monkeypatch):
     for instance in ours:
         first = {id(beam.logprobs[0]) for beam in instance.beams}
         assert len(first) == 1
+
+
+@pytest.mark.parametrize("active", [{PART}, {detokenization.PART}, {PART, detokenization.PART}])
+def test_sequences_have_the_text_of_their_prompt(monkeypatch, active):
+    """Random tokens below 40 are special tokens and punctuation."""
+    tokenizer = get_tokenizer(str(embedded_model_path()))
+    prompts = [
+        tokenizer.encode(text * 20) for text in ("The lamp is red. ", "A \N{ROCKET} flies. ")
+    ]
+    found = []
+    for names in (active, ()):
+        monkeypatch.setattr(parts, "_active", frozenset(names))
+        counters = parts.PartCounters()
+        monkeypatch.setattr(parts, "COUNTERS", {detokenization.PART: counters})
+        found.append(
+            search_offline(offline.BeamSearchOfflineMixin, tokenizer, prompts, ignore_eos=True)
+        )
+        is_once = detokenization.PART in names
+        assert (counters.fallbacks, counters.requests) == ((2, 8) if is_once else (0, 0))
+    for ours, theirs in zip(*found, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.text == other.text and one.tokens == other.tokens
+            assert one.logprobs == other.logprobs and one.cum_logprob == other.cum_logprob
 
 
 def test_log_probabilities_become_dictionaries_when_they_are_read(monkeypatch):
