@@ -223,7 +223,7 @@ def ranks_table(results: Results) -> list[str]:
         sent = [mega(f["bytes_sent"][way]) for way in ("gather", "ring")]
         lines.append((name, *entries, *held, *sent))
     return [
-        "Microseconds; MiB beside the shard at the peak, and sent.",
+        "Microseconds; MiB at the peak in addition to the shard, and sent.",
         "",
         *table(
             f"context | {' | '.join(ways.values())} | peak, tree | peak, ring | sent, tree "

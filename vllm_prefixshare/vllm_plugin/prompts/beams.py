@@ -185,6 +185,6 @@ class BeamLogprobs(UserList[dict[int, Logprob]]):
 
 
 def with_dictionaries(returned: Any) -> None:
-    """Give what a search returns, a sequence or an output, vLLM's dictionaries."""
-    if returned.logprobs is not None:
+    """Give what a search returns, a sequence or an output, vLLM's dictionaries, if it has none."""
+    if any(isinstance(position, Candidates) for position in returned.logprobs or ()):
         returned.logprobs = BeamLogprobs(returned.logprobs)

@@ -133,6 +133,7 @@ def test_sequences_have_the_text_of_their_prompt(monkeypatch, active):
         for one, other in zip(ours, theirs, strict=True):
             assert one.text == other.text and one.tokens == other.tokens
             assert one.logprobs == other.logprobs and one.cum_logprob == other.cum_logprob
+            assert type(other.logprobs) is list, "what is switched off changes nothing"
 
 
 def test_log_probabilities_become_dictionaries_when_they_are_read(monkeypatch):
